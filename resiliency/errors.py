@@ -58,7 +58,8 @@ class TierError(ResiliencyError):
         self.retryable = retryable
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions are pickled by their positional arguments alone; these must survive a process pool.
+        # Exceptions are pickled by their positional arguments alone; the keyword arguments must survive a process pool,
+        # too.
         return _rebuild, (type(self), str(self), {"retryable": self.retryable})
 
 

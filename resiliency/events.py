@@ -1,4 +1,4 @@
-"""Events: one append-only JSON line each, for people, the goodput ledger and the supervisor.
+"""Events: one append-only JSON line each, read by people, the goodput ledger and the supervisor.
 
 A line is a superset of the older goodput library's (``timestamp``, ``job_name``, ``event_type``, ``step``,
 ``node_rank``), so both can read each other's files. Writing an event never raises in the caller. It costs one
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 
-#: How often the end of a log is read before an unfinished line there counts as torn.
+#: Most reads of the end of a log before an unfinished line there counts as torn.
 _TAIL_READS = 100
 
 
@@ -50,10 +50,10 @@ class EventKind:
 
     USER_SCHEDULED = "user_scheduled"
     USER_TERMINATED = "user_terminated"
-    #: One per rank and attempt, when training has its checkpointer; since_process_s, since_callback_s, since_group_s,
-    #: opening_s and since_launcher_s say how long ago the process, the callback, the process group, the checkpointer
-    #: and the launcher began; imports_s and group_s how long imports and the process group took; boot, since when
-    #: monotonic_s counts.
+    #: One per rank and attempt, when training has its checkpointer. since_process_s, since_callback_s, since_group_s,
+    #: opening_s and since_launcher_s: seconds since the process, the callback, the process group, the opening of the
+    #: checkpointer and the launcher began. imports_s, group_s: seconds that imports and the process group took. boot:
+    #: the boot that monotonic_s counts from.
     JOB_STARTED = "job_started"
     JOB_TERMINATED = "job_terminated"  # reason: "finished" | "exception" | "signal"
     CHECKPOINT_LOADED = "checkpoint_loaded"  # step, duration_s, source tier, bytes
@@ -61,12 +61,12 @@ class EventKind:
 
     TRAIN_STARTED = "train_started"  # the first batch is about to run: start-up and restore are over
     TRAIN_ENDED = "train_ended"
-    #: Step finished: step_s wall, data_wait_s, stall_s (checkpoint part), save_in_flight bool; optional busy_s (own
-    #: work before first waiting for other ranks), eval_s (validation), loop_s (between two batches, without the wait
-    #: for data and the above). With `count` the line holds that many steps, the last of them `step`: seconds are then
-    #: sums, and step_max_s is the longest.
+    #: A step has finished: step_s wall time, data_wait_s, stall_s (checkpoint part), save_in_flight bool; optional
+    #: busy_s (own work before first waiting for other ranks), eval_s (validation), loop_s (between two batches, without
+    #: the wait for data and the above). With `count` the line covers that many steps, the last of them `step`: seconds
+    #: are then sums, and step_max_s is the longest step.
     STEP = "step"
-    SPAN_STARTED = "span_started"  # span: a name that the script gives to a piece of its work
+    SPAN_STARTED = "span_started"  # span: the name that the script gives to a part of its work
     SPAN_ENDED = "span_ended"  # span, span_s: how long it took
     CHECKPOINT_STARTED = "checkpoint_started"  # step, stall_s of the eager part, bytes of this rank's shard
     CHECKPOINT_FENCED = "checkpoint_fenced"  # fence before the optimizer step: stall_s it waited
@@ -76,43 +76,43 @@ class EventKind:
     CHECKPOINT_DELETED = "checkpoint_deleted"  # step, tier, name
     CHECKPOINT_CORRUPT = "checkpoint_corrupt"  # path, ranges
     CHECKPOINT_REPAIRED = "checkpoint_repaired"  # path, source
-    CHECKPOINT_PASSED_OVER = "checkpoint_passed_over"  # a damaged step; taken: the step loaded instead, reasons
-    CHECKPOINT_NAME_REFUSED = "checkpoint_name_refused"  # step, tier, name, reason: the step has not got that name
+    CHECKPOINT_PASSED_OVER = "checkpoint_passed_over"  # step: damaged; taken: the step loaded instead; reasons
+    CHECKPOINT_NAME_REFUSED = "checkpoint_name_refused"  # step, tier, name, reason why the step does not get the name
     RESTORE_STARTED = "restore_started"
     AGENT_STARTED = "agent_started"
     AGENT_LOST = "agent_lost"
-    WORKER_LOST = "worker_lost"  # seen by a launcher or monitor: worker (the lost rank), exit_code or signal
-    HANG_DETECTED = "hang_detected"  # worker, quiet_s: how long it had made no progress
-    #: The launcher of a host. Its events carry the attempt that ranks have told it of last.
+    WORKER_LOST = "worker_lost"  # seen by a launcher or monitor: worker (rank that was lost), exit_code or signal
+    HANG_DETECTED = "hang_detected"  # worker (rank), quiet_s: seconds without progress
+    #: The launcher of a host. Its events carry the attempt that a rank has reported to it last.
     LAUNCHER_STARTED = "launcher_started"  # since_process_s, boot
-    RANKS_STARTED = "ranks_started"  # it starts its host's ranks: count, kept (those that stay in their process)
+    RANKS_STARTED = "ranks_started"  # it starts its host's ranks: count, kept (those whose process goes on)
     LAUNCHER_ENDED = "launcher_ended"
-    #: The interpreter of a rank ends, where a launcher has started it; or (rank -1) that of a launcher of ours.
+    #: The interpreter ends: of a rank that a launcher has started, or (rank -1) of a ``resiliency run`` launcher.
     PROCESS_ENDED = "process_ended"
     PREEMPTION_NOTICE = "preemption_notice"  # lost_host, deadline_s
     RESTART_REQUESTED = "restart_requested"  # remedy, reason
     HOST_LOST = "host_lost"  # lost_host, reason
-    HOST_SWAPPED = "host_swapped"  # old, new: names of hosts
+    HOST_SWAPPED = "host_swapped"  # old, new: host names
     WORLD_RESIZED = "world_resized"  # old, new: number of hosts
     #: The supervisor. Its events carry the epoch of the workload as their attempt.
     SUPERVISOR_LEADS = "supervisor_leads"  # term
     HOST_STATE = "host_state"  # changed_host, state, reason
     WORKLOAD_STATE = "workload_state"  # state, reason
     INCIDENT_OPENED = "incident_opened"  # incident
-    OBSERVED = "observed"  # incident, observation, reason: what has no kind of its own
+    OBSERVED = "observed"  # incident, observation, reason: an observation without an event kind of its own
     PLAN_ENDED = "plan_ended"  # incident, plan, remedy, outcome, reason
     INCIDENT_CLOSED = "incident_closed"  # incident
-    OPERATOR = "operator"  # what somebody has asked for by hand
+    OPERATOR = "operator"  # what somebody has requested by hand
 
 
 def boot_seconds() -> float:
-    """This host's clock that nobody sets; it goes on while the machine is suspended."""
+    """Seconds since this host's boot, by a clock that nobody sets and that runs on while the machine is suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @functools.cache
 def boot_id() -> str:
-    """Which start of which machine :func:`boot_seconds` counts from; "": the kernel does not tell."""
+    """Id of the boot that :func:`boot_seconds` counts from; "" when the kernel does not tell."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "").strip()[:12]
     except OSError:
@@ -121,7 +121,7 @@ def boot_id() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened. ``time`` is UTC seconds since the epoch, ``monotonic_s`` :func:`boot_seconds`."""
+    """Something that happened. ``time``: UTC seconds since the epoch. ``monotonic_s``: :func:`boot_seconds`."""
 
     kind: str
     time: float
@@ -134,11 +134,11 @@ class Event:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def at_once(self) -> Event:
-        """This event, as of now."""
+        """A copy of this event with the current time."""
         return replace(self, time=time.time(), monotonic_s=boot_seconds())
 
     def to_json(self) -> str:
-        """The line without its newline. Keys of the older library come first."""
+        """The JSON line without its newline. Keys of the older library come first."""
         stamp = datetime.fromtimestamp(self.time, tz=timezone.utc).isoformat(timespec="microseconds")
         record: dict[str, Any] = {
             "timestamp": stamp,
@@ -178,19 +178,20 @@ class NullSink:
 class JsonlSink:
     """Appends JSON lines to one local file; the file is opened at the first event.
 
-    Thread: any. Events that cannot be written are dropped and counted in ``dropped``. The first of a spell is reported
-    through logging, and so is the end of the spell.
+    Thread: any. Events that cannot be written are dropped and counted in ``dropped``. The first one of a run of dropped
+        events is logged as a warning, and so is the end of the run.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._fd: int | None = None  # first: a sink that cannot be made is taken apart, too
+        self._fd: int | None = None  # set first, because __del__ also runs when __init__ fails
         self.path = os.fspath(path)
         self.dropped = 0
-        self._reported = 0  # of those dropped
+        self._reported = 0  # how many of the dropped events were logged
         self._closed = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy opens the file for itself: the descriptor is this sink's to close, and may then be another file's."""
+        """Leaves out the descriptor: it is this sink's to close, and might mean another file later. A copy opens its
+        own."""
         return {**vars(self), "_fd": None}
 
     def emit(self, event: Event) -> None:
@@ -199,12 +200,12 @@ class JsonlSink:
         try:
             if self._fd is None:
                 os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-                # Readable and writable for whom the umask allows: users may share a folder.
+                # Readable and writable for everyone whom the umask allows, because users may share a folder.
                 self._fd = open_regular(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 self._heal_torn_tail(self._fd)
             os.write(self._fd, event.to_json().encode() + b"\n")
         except (OSError, ValueError, TypeError) as error:
-            # Boundary: training goes on without its event log (disk full, read-only, odd field values).
+            # Boundary: training goes on without its event log (disk full, read-only, unusual field values).
             self.dropped += 1
             if self.dropped == self._reported + 1:
                 logger.warning("an event is not in the log %s, which cannot be written: %s", self.path, error)
@@ -217,7 +218,7 @@ class JsonlSink:
             logger.warning("the event log %s is written again; %d events before are not in it", self.path, count)
 
     def _heal_torn_tail(self, fd: int) -> None:
-        """A writer killed inside write(2) can leave half a line; start a new line, so that only that one is lost."""
+        """Ends a line that a killed writer has left unfinished, so that only that line is lost."""
         size = os.fstat(fd).st_size
         if size == 0:
             return
@@ -229,7 +230,7 @@ class JsonlSink:
                 file.seek(size - 1)
                 if file.read(1) == b"\n":
                     return
-                os.sched_yield()  # another writer may be in the middle of a long line: let it finish
+                os.sched_yield()  # lets another writer, which may be in the middle of a long line, finish
         os.write(fd, b"\n")
 
     def close(self) -> None:
@@ -245,17 +246,17 @@ class JsonlSink:
             self._fd = None
 
     def __del__(self) -> None:
-        self._close_file()  # a trainer that was interrupted may have nobody to close its log
+        self._close_file()  # an interrupted trainer may leave nobody else to close its log
 
 
 class BackgroundSink:
-    """Passes events to another sink on a thread of its own, for emitters that must not wait.
+    """Passes events to another sink on its own thread, for callers that must not wait.
 
-    A ``write(2)`` takes microseconds, except while the file system commits its journal, which an fsync of a large
-    checkpoint makes it do: then it takes tens of milliseconds, and the training step would wait for it. A process
-    that is killed loses only what was emitted in that time.
+    A ``write(2)`` takes microseconds, except while the file system commits its journal, which the fsync of a large
+    checkpoint causes: then it takes tens of milliseconds, for which the training step would wait. A killed process
+    loses only the events of that time.
 
-    Thread: any. ``close`` writes out what is queued, up to ``drain_s``.
+    Thread: any. ``close`` blocks for up to ``drain_s`` seconds while it writes what is queued.
     """
 
     def __init__(self, inner: EventSink, *, drain_s: float = 5.0) -> None:

@@ -1,4 +1,4 @@
-"""Named points in the code where tests make a process die, fail or stop; they cost nothing when none is armed.
+"""Named points in the code where tests make a process die, fail or stop; they cost nothing when no point is armed.
 
 ``RESILIENCY_FAULTS="agent.record.before:kill@3;save.fill:error"`` arms points in this process and its children:
 ``NAME:ACTION[@N][,rank=R]`` where ACTION is ``kill`` (SIGKILL to this process), ``stop`` (SIGSTOP), ``error``
@@ -19,7 +19,7 @@ from resiliency.settings import environment
 
 __all__ = ["KNOWN", "arm", "hit"]
 
-#: All points, in the order a save passes them. Tests iterate over it; ``hit`` refuses other names.
+#: All points, in the order in which a save passes them. Tests iterate over this tuple; ``arm`` refuses other names.
 KNOWN: tuple[str, ...] = (
     "save.begin",
     "save.eager",
@@ -118,7 +118,7 @@ def hit(name: str, *, rank: int | None = None) -> None:
     if point.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif point.action == "stop":
-        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # to the process, this thread might go on
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # not the process: it might stop too late
     elif point.action == "error":
         raise OSError(errno.EIO, f"fault injected at {name}")
     elif point.action == "full":

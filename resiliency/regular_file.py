@@ -1,4 +1,4 @@
-"""Opens files that may be anything. A fifo in place of a file would hang whoever opens it, a device has no end."""
+"""Opens regular files only: opening a fifo in place of a file would hang, and reading a device would never end."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _KINDS = {
 
 
 class NotAFile(OSError):
-    """Something else than a regular file stands where a file belongs."""
+    """Something other than a regular file is where a file belongs."""
 
     def __init__(self, path: str, kind: str) -> None:
         super().__init__(errno.EINVAL, f"a {kind} stands where a file belongs", path)
 
 
 def open_regular(path: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """As ``os.open``, for regular files only. Blocks: never for something else than a file.
+    """Like ``os.open``, for regular files only. Never blocks on anything that is not a regular file.
 
     Raises:
-        IsADirectoryError: it is a folder.
-        NotAFile: it is a fifo, a socket or a device.
+        IsADirectoryError: the path is a folder.
+        NotAFile: the path is a fifo, a socket or a device.
         OSError: as ``open(2)``.
     """
     try:
@@ -52,7 +52,7 @@ def open_regular(path: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
 
 
 def opened(path: str) -> BufferedReader:
-    """``path`` for reading, left open.
+    """Opens ``path`` for reading; the caller closes it.
 
     Raises:
         OSError: as :func:`open_regular`.

@@ -30,13 +30,13 @@ __all__ = [
     "set_variable",
 ]
 
-#: Where ``resiliency run`` can be reached, see :mod:`resiliency.launch.rank_links`.
+#: Address at which ranks reach ``resiliency run``, see :mod:`resiliency.launch.rank_links`.
 LAUNCHER_VARIABLE = "RESILIENCY_LAUNCHER"
-#: How often ``resiliency run`` has started the ranks of this host before. Torch's count of restarts leaves out those
-#: after which a host came or went.
+#: How often ``resiliency run`` has started this host's ranks before. Torch's own restart count omits restarts after a
+#: host joined or left.
 STARTS_VARIABLE = "RESILIENCY_LAUNCHER_STARTS"
-#: What a supervisor says of a job: its name, the epoch as the number of the attempt, counted from 1, and the replicas
-#: of data parallelism in it and in the one before.
+#: A supervisor's facts about a job: its name; the epoch, which counts as the attempt, from 1; the number of data
+#: parallel replicas in this epoch and in the previous one.
 JOB_VARIABLE = "RESILIENCY_JOB"
 ATTEMPT_VARIABLE = "RESILIENCY_ATTEMPT"
 REPLICAS_VARIABLE = "RESILIENCY_REPLICAS"
@@ -48,9 +48,9 @@ class Launch:
     """What the launchers of this process say about its job.
 
     Attributes:
-        job: launcher -> its name for the job, for each launcher that gives one. Plain strings, to be stored with a
+        job: launcher -> its name for the job, for each launcher that gives one. Plain strings, which are stored with a
             checkpoint.
-        restarts: those of them that say that this process is a restart of the job.
+        restarts: launchers that say that this process is a restart of the job.
     """
 
     job: Mapping[str, str] = field(default_factory=dict)
@@ -71,19 +71,20 @@ class Environment:
         world_size: number of ranks (``WORLD_SIZE``), 1 when unset.
         local_rank: rank among those of this host (``LOCAL_RANK``, else ``SLURM_LOCALID``, else ``RANK`` modulo
             ``LOCAL_WORLD_SIZE``); None when none of them is set.
-        node: name of this host, as the failure domain (``RESILIENCY_NODE``, else ``NODE_NAME``, else the host name).
+        node: name of this host, which is the failure domain (``RESILIENCY_NODE``, else ``NODE_NAME``, else the host
+            name).
         restart: restart count set by the launcher (``TORCHELASTIC_RESTART_COUNT``), 0 when unset.
-        start: how often ``resiliency run`` has started the ranks of this host before, "" without it. It changes when
-            this process begins another attempt; what a new process counts from zero is then counted anew.
-        keeps_store: the launcher keeps the store of the process group over restarts (``TORCHELASTIC_USE_AGENT_STORE``).
+        start: how often ``resiliency run`` has started this host's ranks before; "" without it. It changes when this
+            process begins another attempt, and then whatever a new process counts from zero must be reset.
+        keeps_store: the launcher keeps the process group's store across restarts (``TORCHELASTIC_USE_AGENT_STORE``).
         events_dir: folder for event logs (``RESILIENCY_EVENTS_DIR``), None: below the checkpoint directory.
-        heartbeat_dir: folder for heartbeats (``RESILIENCY_HEARTBEAT_DIR``), None: none, see
+        heartbeat_dir: folder for heartbeats (``RESILIENCY_HEARTBEAT_DIR``), None: no heartbeat files, see
             :mod:`resiliency.launch.heartbeat_files`.
         rank_monitor: a rank monitor of NVRx's ``ft_launcher`` waits for this rank (``FT_RANK_MONITOR_IPC_SOCKET``).
         local_dir: folder of the fast local tier (``RESILIENCY_LOCAL_DIR``), None: chosen by the caller.
         file_tracking: True when ``GOODPUT_USE_FILE_TRACKING`` is set (to anything, as the older library reads it).
-        supervisor: addresses of the supervisor, with commas between (``RESILIENCY_SUPERVISOR``); "": none is named.
-        launch: the job and whether this is a restart of it, as the launchers say, see :func:`_launch`.
+        supervisor: comma-separated addresses of the supervisor (``RESILIENCY_SUPERVISOR``); "": none is set.
+        launch: names of the job and whether this is a restart of it, according to the launchers, see :func:`_launch`.
         faults: fault points to trip, for tests (``RESILIENCY_FAULTS``), see :mod:`resiliency.faultpoints`.
     """
 
@@ -106,7 +107,7 @@ class Environment:
 
     @property
     def wants_log(self) -> bool:
-        """True when somebody will read the event log: in a job of a launcher, or where its folder was given."""
+        """True when somebody will read the event log: a launcher runs the job, or the folder for the log was set."""
         return self.events_dir is not None or bool(self.launch.job)
 
 
@@ -133,9 +134,9 @@ def _local_rank(env: Mapping[str, str]) -> int | None:
 def _launch(env: Mapping[str, str]) -> Launch:
     """The job's names and restarts, from torchrun, SLURM, JobSet, this library's own variables and ``JOB_IDENTIFIER``.
 
-    A ``JOB_IDENTIFIER`` is given to a job once, so the same identifier alone means the same job.
+    A job gets its ``JOB_IDENTIFIER`` once, so two processes with the same identifier belong to the same job.
     """
-    attempt = _integer(env, ATTEMPT_VARIABLE, 0)  # counted from 1
+    attempt = _integer(env, ATTEMPT_VARIABLE, 0)  # counted from 1; 0: not set
     own_job = env.get(JOB_VARIABLE) or env.get("RESILIENCY_RUN") or "default"
     known = {
         "torchrun": (
@@ -157,8 +158,9 @@ def _launch(env: Mapping[str, str]) -> Launch:
 
 
 def _torchrun_job(env: Mapping[str, str]) -> str:
-    """torchrun's id of the run. Without ``--rdzv-id`` it is "none" for every run; then the folder of the run's logs,
-    which torchrun makes anew at each start and keeps over restarts, tells runs apart."""
+    """torchrun's id of the run. Without ``--rdzv-id`` the id is "none" for every run; then the folder of the run's logs
+    is added, which torchrun makes anew at each start and keeps across restarts.
+    """
     run = env.get("TORCHELASTIC_RUN_ID", "")
     log = re.fullmatch(r"(.+)/attempt_\d+/\d+/error\.json", env.get("TORCHELASTIC_ERROR_FILE", ""))
     return f"none in {log[1]}" if run == "none" and log else run
@@ -200,18 +202,18 @@ def lightning_seed() -> int:
 
 
 def all_variables() -> dict[str, str]:
-    """A copy of all variables, to be given to another process."""
+    """A copy of all environment variables, to pass to another process."""
     return dict(os.environ)
 
 
 def replace_variables(values: Mapping[str, str]) -> None:
-    """Makes these all variables of the process, for its C libraries too."""
+    """Replaces all environment variables of this process, for its C libraries, too."""
     os.environ.clear()
     os.environ.update(values)
 
 
 def set_variable(name: str, value: str | None) -> None:
-    """Sets a variable that a library of another reads; None: removes it."""
+    """Sets a variable that another library reads; None removes it."""
     if value is None:
         os.environ.pop(name, None)
     else:
@@ -219,7 +221,7 @@ def set_variable(name: str, value: str | None) -> None:
 
 
 def child_environment(package_parent: str) -> dict[str, str]:
-    """The environment for a helper process: this process's, with this copy of the package importable."""
+    """The environment for a helper process: this process's own, with this copy of the package importable."""
     env = dict(os.environ)
     paths = [package_parent, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))

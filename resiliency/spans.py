@@ -1,4 +1,4 @@
-"""Spans: pieces of work with begin and end, of one thread, recorded while somebody traces them.
+"""Spans: timed pieces of work of one thread, recorded while somebody traces them.
 
 Times are nanoseconds of the monotonic clock, which all processes of a host share. While nobody traces, :func:`traced`
 and :meth:`Spans.span` return one object that does nothing, and no clock is read.
@@ -24,9 +24,9 @@ class Span:
 
     Attributes:
         name: of the work.
-        began_ns, ended_ns: monotonic clock.
-        pid, thread, thread_name: who did it; ``thread`` is the kernel's id.
-        facts: to be shown with it.
+        began_ns, ended_ns: nanoseconds of the monotonic clock.
+        pid, thread, thread_name: of the thread that did the work; ``thread`` is the kernel's id.
+        facts: shown together with the span.
     """
 
     name: str
@@ -54,7 +54,7 @@ _NOTHING = _Nothing()
 
 
 class _Running:
-    """Work that is being done. What it raises is noted and goes on."""
+    """Work in progress. An exception in it is noted in the span, and propagates."""
 
     def __init__(self, take: Callable[[Span], None], name: str, facts: dict[str, Any]) -> None:
         self._take, self._name, self._facts = take, name, facts
@@ -77,21 +77,21 @@ def traced(recorder: Recorder | None, name: str, **facts: Any) -> AbstractContex
 
 
 class Spans:
-    """Recorders by what they trace. Thread: any."""
+    """Recorders by what they trace (a key, such as a save). Thread: any."""
 
     def __init__(self) -> None:
-        self._recorders: dict[Hashable, Recorder] = {}  # replaced, never changed
+        self._recorders: dict[Hashable, Recorder] = {}  # replaced, never changed: readers need no lock
 
     def open(self, key: Hashable, recorder: Recorder) -> None:
-        """Spans about ``key`` that begin from here on are recorded."""
+        """From now on records spans about ``key`` with this recorder."""
         self._recorders = {**self._recorders, key: recorder}
 
     def close(self, key: Hashable) -> None:
-        """Ends it. Idempotent."""
+        """Stops recording spans about ``key``. Idempotent."""
         self._recorders = {other: recorder for other, recorder in self._recorders.items() if other != key}
 
     def span(self, name: str, key: Hashable | None = None, **facts: Any) -> AbstractContextManager[None]:
-        """Records the block as a span about ``key``; None: about everything that is traced now."""
+        """Records the block as a span about ``key``; None: for every recorder that is open now."""
         recorders = self._recorders
         if not recorders or (key is not None and key not in recorders):
             return _NOTHING

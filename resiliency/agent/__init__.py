@@ -1,4 +1,4 @@
-"""The host agent: one process per host that commits, fsyncs, uploads and prunes. No torch."""
+"""The host agent: one process per host that commits, fsyncs, uploads and prunes. Imports no torch."""
 
 from __future__ import annotations
 

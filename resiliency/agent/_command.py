@@ -1,4 +1,4 @@
-"""The command that starts an agent process, with the modules of the trainer that starts it."""
+"""Builds the command that starts an agent process, with the module search path of the trainer that starts it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from resiliency.agent.protocol import config_to_json
 
 __all__ = ["AGENT_FUNCTION", "AGENT_WORD", "agent_command", "import_path"]
 
-#: An argument of every agent process, by which it is found in a list of processes.
+#: An argument of every agent process, by which ``ps`` and :meth:`~resiliency.agent._peer.Peer.runs` recognise one.
 AGENT_WORD = "resiliency.agent"
 
-#: What an agent process runs.
+#: The function that an agent process runs.
 AGENT_FUNCTION = "resiliency.agent.server:main"
 
-#: ``-m`` would put the working directory first, so that a file ``json.py`` of the user there would be imported.
+#: Not ``-m``, which would put the working directory first, so that a user's ``json.py`` there would be imported.
 _BOOTSTRAP = (
     "import sys; sys.path[:] = sys.argv[2].split('\\n'); "
     "from resiliency.agent.server import main; sys.exit(main(sys.argv[3:]))"
@@ -27,14 +27,14 @@ _BOOTSTRAP = (
 
 
 def agent_command(config: AgentConfig, ready_fd: int) -> list[str]:
-    """The command line; the process writes one byte to ``ready_fd`` when ranks can connect."""
+    """The command line of an agent; it writes one byte to ``ready_fd`` when ranks can connect."""
     path = "\n".join(import_path())
     return [sys.executable, "-c", _BOOTSTRAP, AGENT_WORD, path, config_to_json(config), str(ready_fd)]
 
 
 def import_path() -> list[str]:
-    """Where an agent looks for modules: as this process, but the standard library and this copy of the package come
-    before the user's files."""
+    """The agent's ``sys.path``: that of this process, with the standard library and this copy of the package first, so
+    that a user's file cannot replace a module of theirs."""
     package = str(Path(resiliency.__file__).resolve().parent.parent)
     path = [os.path.abspath(entry) for entry in sys.path]  # "" is the working directory
     return list(dict.fromkeys([*filter(_is_standard, path), package, *path]))

@@ -1,13 +1,13 @@
-"""Nobody from an earlier attempt changes what a later one sees: the check that stands before every effect of an agent.
+"""Keeps an agent of an earlier attempt from changing what a later attempt sees: the check before each of its effects.
 
-A process can be stopped between any two instructions and go on hours later, so a check alone is not enough. What an
-agent changes in the local tier goes through a folder of its attempt (``staging`` of
-:class:`~resiliency.storage.tiers.local.LocalTier`): what is new is made there and then moved into its place, what is
-deleted is moved there first. Each agent has a folder of its own. The check makes it and then reads the attempt; the
-agent of a later attempt writes its number and then removes the folder. So a move of which the check was passed before
-either was made before the later attempt looked, or fails: a folder that is gone is never made again under its name,
-which another thread may be about to use. What is not moved are the bytes that an agent adds to shard 0 of its own step,
-and shard files of a step that is deleted, whose manifest went before.
+A process can be stopped between any two instructions and go on hours later, so a check alone is not enough. Whatever an
+agent changes in the local tier goes through a folder of its own (``staging`` of
+:class:`~resiliency.storage.tiers.local.LocalTier`): new files are made there and then moved into place, and files to
+delete are first moved there. The check makes that folder and then reads the attempt number; the agent of a later
+attempt writes its number and then removes the folder. So a move whose check passed either happened before the later
+attempt looked, or fails, because a removed folder is never made again under the same name: another thread might be
+about to use it. Two kinds of change are not moves: bytes that an agent appends to shard 0 of its own step, and shard
+files of a step whose manifest has already been deleted.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["Fence"]
 logger = logging.getLogger(__name__)
 
 _STAGING = re.compile(r"(staging-a(\d{4,18})-[0-9a-f]{6})(-[0-9a-f]{8})?")
-#: Another process may be making something in the folder while it is removed.
+#: Tries to remove a folder; another process may be making a file in it meanwhile.
 _TRIES = 16
 
 
 class Fence:
-    """The attempt of an agent. Thread: any."""
+    """The fence of one agent. Thread: any."""
 
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
@@ -47,11 +47,11 @@ class Fence:
 
     @property
     def staging(self) -> str:
-        """The folder of this agent, relative to the tier, as the last check has left it."""
+        """This agent's staging folder, relative to the tier, as the last check has made it."""
         return os.path.join(META_DIR, self._config.run, self._name or self._attempt)
 
     def check(self) -> None:
-        """Blocks: one small read, and a listing of the run's folder.
+        """Call before each effect. Blocks: for one small read, and a listing of the run's folder.
 
         Raises:
             AgentError: a later attempt has started.
@@ -60,7 +60,7 @@ class Fence:
         where, run = self._config.local.address, self._config.run
         newest = read_attempt(where, run)
         # An agent that was stopped while it started may have written its own number over a later one. It cannot have
-        # taken that one's claim, which came first.
+        # removed the later agent's claim, which was made before.
         with suppress(OSError):
             newest = max(newest, largest_claim(where, run))
         if newest > self._config.attempt:
@@ -72,14 +72,14 @@ class Fence:
             if self._name and os.path.isdir(os.path.join(self._run, self._name)):
                 return
             self._name = f"{self._attempt}-{secrets.token_hex(4)}"
-            with suppress(OSError):  # the run's folder is gone, and then nothing can be moved
+            with suppress(OSError):  # the run's folder is gone, and then every move fails
                 os.mkdir(os.path.join(self._run, self._name))
 
     def end_earlier(self) -> None:
-        """Takes their folders from the agents of earlier attempts, once the number of this one is written.
+        """Removes the staging folders of earlier attempts' agents; call it after writing this attempt's number.
 
         Raises:
-            OSError: one cannot be removed.
+            OSError: a folder cannot be removed.
         """
         for name in os.listdir(self._run):
             found = _STAGING.fullmatch(name)
@@ -87,7 +87,7 @@ class Fence:
                 _remove(os.path.join(self._run, name))
 
     def release(self) -> None:
-        """Removes the folder of this agent, when it has nothing left to do."""
+        """Removes this agent's staging folder if it is empty; call it when the agent has nothing left to do."""
         with self._lock, suppress(OSError):
             if self._name:
                 os.rmdir(os.path.join(self._run, self._name))

@@ -11,7 +11,7 @@ from types import TracebackType
 
 __all__ = ["Peer", "pid_and_user"]
 
-#: What SO_PEERCRED returns: pid, user, group.
+#: Format of the value of SO_PEERCRED: pid, user, group.
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -27,9 +27,9 @@ def pid_and_user(connection: socket.socket) -> tuple[int, int]:
 class Peer:
     """The process that made the other end of a connection.
 
-    The end of a connection does not tell of its death: a child that it forked has the socket too. So it is watched by a
-    pidfd, which means this process and no later one of that number. Where the kernel gives none (older than Linux 5.3,
-    another pid namespace, a seccomp filter), only the end of the connection tells.
+    The end of the connection does not prove its death, because a child that it forked has the socket too. So it is
+    watched by a pidfd, which never means a later process with the same pid. Where the kernel provides none (older than
+    Linux 5.3, another pid namespace, a seccomp filter), only the end of the connection counts.
 
     Thread: one at a time.
     """
@@ -56,15 +56,15 @@ class Peer:
         self.close()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the pidfd, not the connection. Idempotent."""
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
 
     def receive(self, nbytes: int) -> bytes:
-        """As ``recv``; also returns b"" when the process has died and nothing that it sent is left.
+        """Like ``recv``; also returns b"" when the process has died and all that it sent was read.
 
-        Blocks: until one of the two.
+        Blocks: until data comes, the connection ends, or the process dies.
 
         Raises:
             OSError: the connection broke.
@@ -82,7 +82,7 @@ class Peer:
         return b""
 
     def died(self, *, within_s: float) -> bool:
-        """True when the process is known to have died, now or within this time: its connections end a moment before."""
+        """True when the process has died, or dies within these seconds: its connections end a moment before it does."""
         if self.gone or self._pidfd < 0:
             return self.gone
         poller = select.poll()
@@ -92,21 +92,21 @@ class Peer:
 
     @property
     def watched(self) -> bool:
-        """True when its death is noticed."""
+        """True when there is a pidfd, so that the death of the process is noticed."""
         return self._pidfd >= 0
 
     @property
     def stopped(self) -> bool:
-        """True while the process is stopped by a signal (not by a debugger); False when that is not known."""
+        """True while a signal has stopped the process (a debugger does not count); False when that is unknown."""
         try:
             with open(f"/proc/{self.pid}/stat", "rb") as file:
-                # The name, in parentheses, may hold anything.
+                # the name, in parentheses, may contain spaces and parentheses
                 return file.read().rpartition(b")")[2].split()[0] == b"T"
         except (OSError, IndexError):
             return False
 
     def runs(self, module: str) -> bool:
-        """True when the process was started with this word as one of its arguments."""
+        """True when the process was started with this word among its arguments; False also when that is unknown."""
         try:
             with open(f"/proc/{self.pid}/cmdline", "rb") as file:
                 return module.encode() in file.read().split(b"\0")
@@ -114,7 +114,7 @@ class Peer:
             return False
 
     def kill(self) -> bool:
-        """Sends SIGKILL to this process, never to a later one of its number; False when that cannot be done."""
+        """Sends SIGKILL, never to a later process with the same pid; False when that cannot be done."""
         if self._pidfd < 0:
             return False
         try:
@@ -124,7 +124,8 @@ class Peer:
         return True
 
     def wait_gone(self, timeout_s: float) -> bool:
-        """Waits until the process has died; False when ``timeout_s`` passes first, or when it cannot be watched."""
+        """Blocks until the process has died; False when ``timeout_s`` passes first. Without a pidfd it returns at once
+        what is known."""
         if self._pidfd < 0:
             return self.gone
         poller = select.poll()

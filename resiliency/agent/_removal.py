@@ -1,4 +1,4 @@
-"""Deletes steps from the local tier. Large shard files go to the file pool, which may use them again.
+"""Deletes steps from the local tier. Large shard files go to the file pool, for later saves.
 
 The order of a deletion is that of :func:`resiliency.storage.deletion.delete_step`.
 """
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 class Remover:
-    """Deletes the steps it is given from the local tier, for one run. Thread: one at a time.
+    """Deletes given steps of one run from the local tier. Thread: one at a time.
 
     Args:
         config: of this attempt.
         tier: the local tier.
-        pool: gets the files that may be used again.
+        pool: receives the files that later saves may use.
         fence: of this attempt.
     """
 
@@ -42,17 +42,18 @@ class Remover:
         self._run = os.path.join(config.local.address, META_DIR, config.run)
 
     def owns(self, rank: int) -> bool:
-        """True when this agent deletes the files of a rank: its own ranks, and for rank 0's agent also the ranks of a
-        larger job before this one. In a folder that the host has for itself, all."""
+        """True when this agent deletes the files of a rank: those of its own ranks, and for rank 0's agent also those
+        of ranks that only a larger, earlier job had. In a folder that belongs to this host alone, those of all
+        ranks."""
         ranks = self._config.local_ranks
         return not self._config.shared or rank in ranks or (0 in ranks and rank >= self._config.world_size)
 
     def delete(self, step: StepId, names: Iterable[str], *, all_ranks: bool = False) -> None:
-        """Deletes this agent's part of a step (or all that is there), and the names that still point to it.
+        """Deletes this agent's part of a step (or all of it), and the names that still point to it.
 
         Raises:
             AgentError: a later attempt has started.
-            OSError, TierError: a file cannot be removed; another call continues from there.
+            OSError, TierError: a file cannot be removed; calling again continues from there.
         """
         folder = os.path.join(self._tier.root, step_prefix(self._config.run, step).rstrip("/"))
         found = {name: rank for name in _listing(folder) if (rank := _rank_of(name)) is not None}
@@ -68,19 +69,23 @@ class Remover:
         )
 
     def _remove(self, rank: int, path: str) -> None:
-        with suppress(FileNotFoundError):  # another agent of this host was first
+        with suppress(FileNotFoundError):  # another agent of this host has already removed it
             if rank == 0 or rank in self._config.local_ranks:
                 self._pool.use_again(path)
             else:
                 os.unlink(path)
 
     def drop_run(self, names: Iterable[str]) -> None:
-        """Deletes the run's folder, those of ``names`` that point into it, and parent folders left empty."""
+        """Deletes the run's folder, those of ``names`` that point into it, and parent folders left empty.
+
+        Raises:
+            AgentError: a later attempt has started.
+        """
         delete_names(self._tier, self._config.run, names)
         if not remove_run_folder(self._run, os.path.join(self._tier.root, self._fence.staging)):
             raise AgentError("a later attempt has started")
         with suppress(OSError):
-            os.rmdir(self._config.local.address)  # if nothing else is there
+            os.rmdir(self._config.local.address)  # if it is empty now
 
 
 def _listing(folder: str) -> list[str]:

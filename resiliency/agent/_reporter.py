@@ -1,7 +1,7 @@
 """Reports the outcomes of saves: events in the agent's log, messages to the ranks of the host, warnings in the log.
 
-What a rank is notified of it warns of itself (:mod:`resiliency.checkpoint.save_health`), where the user looks; in the
-agent's log that is information.
+A rank warns of what it is notified of (:mod:`resiliency.checkpoint.save_health`), where the user looks; the agent's own
+log has the same as information.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ logger = logging.getLogger(__name__)
 #: Called with (rank, message) from the agent's threads; must not block.
 Notify = Callable[[int, Notice], None]
 
-#: The event of each stage.
+#: Stage -> kind of the event for it.
 _EVENTS = {Stage.COMMITTED: EventKind.CHECKPOINT_SAVED, Stage.DURABLE: EventKind.CHECKPOINT_DURABLE}
 
 
 class Reporter:
-    """Thread: any.
+    """Sends notices, writes events and logs. Thread: any.
 
     Args:
         ranks: ranks of this host.
-        notify: sends a message to a rank.
-        events: the agent's log.
+        notify: sends a message to a rank; must not block.
+        events: the agent's event log.
     """
 
     def __init__(self, ranks: Sequence[int], notify: Notify, events: EventWriter) -> None:
         self.notify = notify
         self._ranks, self._events = tuple(ranks), events
         self._warned: set[str] = set()
-        #: What ranks asked to be told of the work for a save.
+        #: Sends spans of the agent's work to ranks that trace a save.
         self.traces = Traces(notify)
 
     def notify_reached(self, step: StepId, stage: Stage, tier: str, *, ranks: Iterable[int] | None = None) -> None:
@@ -51,10 +51,10 @@ class Reporter:
     def log_reached(
         self, step: StepId, stage: Stage, tier: str, *, duration_s: float, nbytes: int, names: Sequence[str] = ()
     ) -> None:
-        """Writes the event of a stage.
+        """Writes the event of a reached stage.
 
         Args:
-            duration_s: since the save began; on a remote tier, of the upload.
+            duration_s: seconds since the save began; for a remote tier, of the upload.
         """
         self._events.emit(
             _EVENTS[stage],
@@ -87,7 +87,7 @@ class Reporter:
         """Writes the event of a failure to reach ``stage``.
 
         Args:
-            will_retry: it is tried again, or a later save may succeed.
+            will_retry: the work is retried, or a later save may succeed.
         """
         self._events.emit(
             EventKind.CHECKPOINT_FAILED,
@@ -100,7 +100,7 @@ class Reporter:
         )
 
     def report_refused(self, step: StepId, tier: str, name: str, reason: str) -> None:
-        """Writes the event of a name that a step does not get, and notifies the ranks."""
+        """Writes the event of a name that could not be given to a step, and notifies the ranks."""
         self._events.emit(EventKind.CHECKPOINT_NAME_REFUSED, step=step.step, tier=tier, name=name, reason=reason)
         logger.info("step %d has not got the name %r on %s: %s", step.step, name, tier, reason)
         for rank in self._ranks:
@@ -111,11 +111,11 @@ class Reporter:
         self._events.emit(EventKind.CHECKPOINT_DELETED, step=step.step, tier=tier)
 
     def warn_once(self, about: str, text: str, *args: object) -> None:
-        """Warns of the first failure of the kind ``about``; later ones are debug messages until :meth:`recovered`."""
+        """Logs the first failure of kind ``about`` as a warning; later ones at debug level, until :meth:`recovered`."""
         level = logging.DEBUG if about in self._warned else logging.WARNING
         self._warned.add(about)
         logger.log(level, text, *args)
 
     def recovered(self, about: str) -> None:
-        """Makes :meth:`warn_once` warn of the next failure of this kind again."""
+        """Call when this kind of failure has ended: the next one is a warning again."""
         self._warned.discard(about)

@@ -21,19 +21,20 @@ __all__ = ["start_agent"]
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for an agent to listen.
+#: Seconds that an agent may take until it listens.
 _START_S = 30.0
 
 
 def start_agent(config: AgentConfig, *, fork: bool) -> subprocess.Popen[bytes] | None:
-    """Starts an agent and waits until it listens.
+    """Starts an agent and waits until it listens. Blocks: up to 30 s.
 
     Args:
-        fork: under ``resiliency run`` fork it from a process that has imported what it needs, which takes a tenth of
-            the time of a new interpreter. Whether it listens then, a call shows.
+        fork: under ``resiliency run``, fork it from a process that already has the imports, which takes a tenth of the
+            time of a new interpreter. Whether that agent listens is not reported: connect to find out.
 
     Returns:
-        The process, if it is a child of this one; None when it is not, or when another agent serves the folder already.
+        The process, if it is a child of this one; None when it was forked by the launcher, or when another agent
+        already serves the folder.
 
     Raises:
         TimeoutError: it does not listen within 30 s.
@@ -47,7 +48,7 @@ def start_agent(config: AgentConfig, *, fork: bool) -> subprocess.Popen[bytes] |
 
 
 def _fork(config: AgentConfig, output: IO[bytes]) -> bool:
-    """Asks the launcher to fork an agent, and waits until it listens or has ended; False where there is no launcher."""
+    """Asks the launcher to fork an agent, and waits until it listens or ends, up to 30 s; False without a launcher."""
     ready, ready_child = os.pipe()
     with os.fdopen(ready, "rb", buffering=0) as listens:
         try:
@@ -67,7 +68,7 @@ def _fork(config: AgentConfig, output: IO[bytes]) -> bool:
 
 
 def _spawn(config: AgentConfig, output: IO[bytes], log: Path) -> subprocess.Popen[bytes] | None:
-    """Starts it as a new interpreter; None when another one has the address."""
+    """Starts an agent as a new interpreter; None when another agent already has the address."""
     ready, ready_child = os.pipe()
     with os.fdopen(ready, "rb", buffering=0) as listens:
         try:
@@ -96,14 +97,14 @@ def _spawn(config: AgentConfig, output: IO[bytes], log: Path) -> subprocess.Pope
 
 
 def _wait(listens: IO[bytes]) -> bool | None:
-    """Waits for an agent's sign; False when nobody is there to give one, None when there is none within 30 s."""
-    poller = select.poll()  # select() refuses descriptors from 1024 on
+    """Waits for an agent to listen; True when it does, False when it has ended, None after 30 s."""
+    poller = select.poll()  # select() refuses descriptors of 1024 and above
     poller.register(listens, select.POLLIN)
     return listens.read(1) == b"1" if poller.poll(_START_S * 1000) else None
 
 
 def _log_file(path: Path) -> IO[bytes]:
-    """The agent's log; nothing where it cannot be written."""
+    """The agent's log, opened for appending; the null device when it cannot be written."""
     try:
         return os.fdopen(open_regular(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab")
     except OSError as error:

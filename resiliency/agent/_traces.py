@@ -1,4 +1,4 @@
-"""The agent's part of the traces of saves: sends the spans of its work to the ranks that asked, as they end."""
+"""The agent's part in tracing saves: sends the spans of its work, as they end, to the ranks that asked for them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from resiliency.storage.step_id import StepId
 
 __all__ = ["Traces"]
 
-#: A rank that has died cannot say that its trace is over: the oldest ends.
+#: Most saves traced at a time; the oldest trace is dropped, because a dead rank cannot end its trace.
 _MOST = 16
 
 
 class Traces:
-    """Thread: any. ``notify`` sends a message to a rank; it must not block."""
+    """Traces of saves, by step. Thread: any. ``notify`` sends a message to a rank; it must not block."""
 
     def __init__(self, notify: Callable[[int, Notice], None]) -> None:
         self._notify = notify
@@ -27,7 +27,7 @@ class Traces:
         self._lock = threading.Lock()
 
     def begin(self, rank: int, step: StepId) -> None:
-        """From here on work for this save, and work between saves, is told to the rank. Idempotent."""
+        """From now on spans of work for this save, and of work for no single save, are sent to the rank. Idempotent."""
         with self._lock:
             self._asked.setdefault(step, set()).add(rank)
             self._spans.open(step, _Teller(self._notify, step, self._asked[step]))
@@ -35,7 +35,7 @@ class Traces:
                 self._forget(next(iter(self._asked)))
 
     def end(self, rank: int, step: StepId) -> None:
-        """Ends it, and says so."""
+        """Ends the rank's trace of a save, and notifies the rank."""
         with self._lock:
             ranks = self._asked.get(step, set())
             ranks.discard(rank)
@@ -48,12 +48,12 @@ class Traces:
         self._spans.close(step)
 
     def span(self, name: str, step: StepId | None = None, **facts: Any) -> AbstractContextManager[None]:
-        """A piece of work for a save; None: for whichever are traced."""
+        """A context whose duration is one span of work for a save; without a step, for every save being traced."""
         return self._spans.span(name, step, **facts)
 
 
 class _Teller:
-    """Sends spans to the ranks that asked. ``ranks`` may change meanwhile."""
+    """Sends spans to the ranks that asked. Other threads may change ``ranks`` meanwhile."""
 
     def __init__(self, notify: Callable[[int, Notice], None], step: StepId, ranks: set[int]) -> None:
         self._notify, self._step, self._ranks = notify, step, ranks

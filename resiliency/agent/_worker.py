@@ -1,4 +1,4 @@
-"""A named daemon thread that runs jobs in order, and can be waited for."""
+"""A named daemon thread that runs jobs in order, and whose idleness can be awaited."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Worker:
     """Runs submitted jobs one after another. Thread: submit from any; jobs run on this worker's own thread.
 
     Args:
-        nice: of its thread, 0 to 19. With 19 the work takes only time nobody else wants.
+        nice: niceness of its thread, 0 to 19. With 19 it only gets CPU time that nobody else wants.
     """
 
     def __init__(self, name: str, *, nice: int = 0) -> None:
@@ -31,7 +31,7 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queues a job; the thread starts with the first one. Jobs given after close are dropped."""
+        """Queues a job; the first one starts the thread. After :meth:`close` jobs are dropped. Blocks: no."""
         with self._wake:
             if self._closed:
                 return
@@ -58,7 +58,7 @@ class Worker:
 
     def _run(self) -> None:
         if self._nice:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)  # of this thread only, on Linux
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)  # on Linux: of this thread only
         while True:
             with self._wake:
                 while not self._jobs and not self._closed:
@@ -79,7 +79,7 @@ class Worker:
                     self._wake.notify_all()
 
     def close(self, *, timeout_s: float = 5.0) -> None:
-        """Drops what is queued and ends the thread after the running job. Idempotent."""
+        """Drops queued jobs, and ends the thread after the running one. Blocks: up to ``timeout_s``. Idempotent."""
         with self._wake:
             self._closed = True
             self._jobs.clear()

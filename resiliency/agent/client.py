@@ -57,27 +57,27 @@ __all__ = ["AgentClient"]
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for an agent that listens to answer, beside those in which it may finish what it does.
+#: Seconds for a listening agent to answer Hello, in addition to those that it may take to finish its work.
 _HELLO_TIMEOUT_S = 30.0
 _CONNECT_TRIES = 5
-#: After this many lost agents within the window the trainer does the agent's work itself.
+#: After more than this many lost agents within the window, the trainer does the agent's work itself.
 _MAX_LOSSES = 3
 _LOSS_WINDOW_S = 120.0
-#: How long the embedded agent of an earlier attempt may take to release its address.
+#: Seconds that the embedded agent of an earlier attempt may take to release its address.
 _CLAIM_S = 20.0
-#: An agent stopped (SIGSTOP) for this long while a rank waits for it is killed.
+#: Seconds for which an agent must be seen stopped (SIGSTOP), while a rank waits for it, before it is killed.
 _STOPPED_S = 3.0
-#: Between two looks that found it stopped there may be this long, as between two saves that wait for it.
+#: Most seconds between two such looks for them to count as one stop, as between two saves that wait for the agent.
 _STOPPED_LOOKS_S = 60.0
-#: For a killed agent to end. One that waits for a disk ends when the disk has answered, and does nothing more.
+#: Seconds for a killed agent to end. One that waits for a disk ends when the disk answers, and does nothing more.
 _KILLED_S = 0.5
-#: For the connection to close when the process leaves an attempt.
+#: Seconds for the connection to close when the process leaves an attempt.
 _LEAVE_TIMEOUT_S = 0.5
-#: How often an agent that is waited for is looked at: the kernel does not notify when a process is stopped.
+#: Seconds between two looks at an agent that is waited for: the kernel does not notify when a process is stopped.
 _LOOK_S = 0.5
 
 
-#: Agents that outlive their clients in this process: one day somebody must ask for their exit status.
+#: Agents that outlive their clients in this process; their exit status must still be collected.
 _still_running: list[subprocess.Popen[bytes]] = []
 
 
@@ -94,7 +94,8 @@ class AgentClient:
         events: the trainer's event log.
         embedded: do the agent's work in this process from the start.
 
-    Threads: public methods from the training thread (``send`` from any); the thread ``resiliency-agent-link`` receives.
+    Threads: public methods from the training thread (where no other is named); the thread ``resiliency-agent-link``
+        receives.
     """
 
     def __init__(self, config: AgentConfig, rank: int, events: EventWriter, *, embedded: bool = False) -> None:
@@ -106,13 +107,13 @@ class AgentClient:
         self._take_file: Callable[[FileReady], None] | None = None
         self._woken = False
         self._traces: dict[StepId, Callable[[Notice], None]] = {}
-        # Sent again to the next agent when this one dies; an agent may get either twice.
+        # The following are sent again to the next agent when this one dies; an agent may get any of them twice.
         self._unacknowledged: dict[StepId, Seal] = {}  # until recorded or failed
         self._deletes: deque[Delete] = deque(maxlen=64)
         self._given_up: deque[GiveUp] = deque(maxlen=16)
         self._loaded: Rescan | None = None
         self._socket: socket.socket | None = None
-        self._framer = Framer()  # of this connection
+        self._framer = Framer()  # belongs to this connection
         self._embedded: HostAgent | None = None
         self._embedded_events: EventWriter | None = None
         self._force_embedded = embedded
@@ -123,7 +124,7 @@ class AgentClient:
         self._losses: deque[float] = deque()
         self._flushed: dict[int, bool] = {}
         self._flushes = 0
-        self._watch = _StopWatch()  # over all waits for a message, which may each be short
+        self._watch = _StopWatch()  # covers all waits for a message, each of which may be short
 
     @property
     def embedded(self) -> bool:
@@ -133,14 +134,13 @@ class AgentClient:
     # -- open ---------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Connects, starting the agent if there is none. Collective: no.
+        """Connects, after starting the agent if there is none. Collective: no.
 
         Blocks: up to 30 s for an agent that does not start, plus ``drain_s`` for one that still works for the previous
-        attempt.
+            attempt.
 
         Raises:
-            AgentError: the agent refused this job (another one is using the directory), or the local tier cannot be
-                used.
+            AgentError: the agent refused this job (another job uses the directory), or the local tier cannot be used.
         """
         close_when_left(self, lambda client: client.close(timeout_s=_LEAVE_TIMEOUT_S))
         if not self._force_embedded:
@@ -169,10 +169,10 @@ class AgentClient:
         self._embed()
 
     def _refuse_to_share(self) -> None:
-        """Every Hello was closed without an answer. If an agent still listens, it serves somebody else.
+        """Called when every Hello was closed without an answer. If an agent still listens, it serves another job.
 
         Raises:
-            AgentError: it does. To work beside it would mix the checkpoints of two jobs.
+            AgentError: an agent listens. Working beside it would mix the checkpoints of two jobs.
         """
         connection = self._dial()
         if connection is not None:
@@ -184,7 +184,12 @@ class AgentClient:
             )
 
     def _connect(self) -> None:
-        """Connects and sends Hello. Raises OSError when no agent can be reached or started, AgentError when refused."""
+        """Connects and sends Hello.
+
+        Raises:
+            OSError: no agent can be reached or started.
+            AgentError: the agent refused this job.
+        """
         connection = self._dial() or self._start_and_dial()
         try:
             connection.settimeout(_LOOK_S)
@@ -197,7 +202,7 @@ class AgentClient:
                 raise AgentError(f"rank {self.rank}: the checkpoint agent answered Hello with {type(answer).__name__}")
             self._accept(notices)
             connection.settimeout(None)
-            # A hung agent must not stop the trainer: sending fails after a second, and the link is made anew.
+            # A hung agent must not stop the trainer: sending fails after a second, and the client reconnects.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 1, 0))
         except (BrokenPipeError, ConnectionResetError) as error:
             connection.close()
@@ -207,19 +212,19 @@ class AgentClient:
             raise
         with self._lock:
             if self._closing:
-                connection.close()  # nobody is left who would
+                connection.close()  # close() has already run, so nobody else would
                 raise ConnectionError("the trainer is closing")
             self._socket, self._framer = connection, framer
             for message in self._to_send_again():
                 connection.sendall(pack(message))
 
     def _hello_answer(self, connection: socket.socket, framer: Framer) -> list[Message]:
-        """The agent's answer to Hello, then the notices that came with it.
+        """The agent's answer to Hello, then the notices that came with it. Blocks: up to 30 s and ``drain_s``.
 
-        An agent that is stopped is killed: all that it does can be done by the next.
+        A stopped agent is killed: the next one can do all its work.
 
         Raises:
-            OSError: there is none: the agent closed the connection, was killed, or took longer than it may.
+            OSError: no answer came: the agent closed the connection, was killed, or took too long.
         """
         deadline = time.monotonic() + _HELLO_TIMEOUT_S + self.config.drain_s
         with Peer(connection) as agent:
@@ -238,10 +243,10 @@ class AgentClient:
         raise TimeoutError("the agent did not answer Hello")
 
     def _kill_stopped(self, agent: Peer) -> None:
-        """Kills an agent that is stopped. Blocks: until it is gone.
+        """Kills a stopped agent. Blocks: until it is gone, up to 3 s.
 
         Raises:
-            OSError: always: there is no agent now (ConnectionError), or it is still there (TimeoutError).
+            OSError: always: ConnectionError when the agent is gone, TimeoutError when it is still there.
         """
         self._events.emit(EventKind.AGENT_LOST, losses=len(self._losses), reason="stopped", agent_pid=agent.pid)
         if self._end_stopped(agent, "another one is started, which finishes its work"):
@@ -249,7 +254,8 @@ class AgentClient:
         raise TimeoutError(f"the agent (pid {agent.pid}) is stopped by a signal, and cannot be killed")
 
     def _replace_stopped(self, agent: Peer) -> None:
-        """Ends an agent that is stopped; the link thread gets another, and would else wait for this one as long again.
+        """Kills a stopped agent and breaks the link, so that the link thread connects to another one; otherwise that
+        thread would wait as long again for this one.
 
         Blocks: half a second at most.
         """
@@ -258,8 +264,10 @@ class AgentClient:
         self._break_link()
 
     def _end_stopped(self, agent: Peer, then: str, *, within_s: float = _STOPPED_S) -> bool:
-        """Kills an agent that is stopped, and says so; False when it is still there. Blocks: until it is gone."""
-        # Ranks find it at the same moment: of one that another rank has just killed, the words are gone already.
+        """Kills a stopped agent and logs that; False when it is still there. Blocks: until it is gone, up to
+        ``within_s``."""
+        # All ranks find it stopped at the same moment; when another rank has just killed it, its command line is gone
+        # already.
         kills = agent.pid != os.getpid() and agent.runs(AGENT_WORD) and agent.kill()
         if agent.pid == os.getpid() or not agent.wait_gone(within_s):
             return False
@@ -292,19 +300,20 @@ class AgentClient:
             connection = self._dial()
             if connection is not None:
                 return connection
-            # The agent that had the address is exiting; the next one can bind it in a moment.
+            # The previous agent is exiting and still has the address; the next one can bind it in a moment.
             pause.wait(0.1 * 2**attempt)
         raise ConnectionError("no agent could be reached or started")
 
     def _reap(self) -> None:
         if self._process is not None and self._process.poll() is None:
-            _still_running.append(self._process)  # it was lost a moment ago, and is ending
+            _still_running.append(self._process)  # it was lost a moment ago, and is still ending
         self._process = None
 
     def _embed(self) -> None:
         config = self.config
         own_config = dataclasses.replace(config, local_ranks=(self.rank,))
-        # A log of its own, as in the agent process: its events are written on its threads, not on the training thread.
+        # An event log of its own, as in the agent process: its events are written on its threads, not the training
+        # thread.
         sink = JsonlSink(config.events) if config.events else NullSink()
         events = self._embedded_events = EventWriter(
             run=config.run, attempt=config.attempt, rank=-1, host=config.node, sinks=(sink,)
@@ -315,7 +324,7 @@ class AgentClient:
             lambda _, message: self._deliver(message),
             events,
             only_agent=lambda: config.local_ranks == (self.rank,),
-            # An agent process that serves the other ranks still, or is hung, may be adding to the newest step.
+            # An agent process that still serves the other ranks, or hangs, may be appending to the newest step.
             may_finish=lambda: config.local_ranks == (self.rank,) or not held([config.address]),
         )
         try:
@@ -340,7 +349,7 @@ class AgentClient:
                 self._embedded = agent
                 for message in self._to_send_again():
                     agent.handle(self.rank, message)
-        if closing:  # nobody is left who would
+        if closing:  # close() has already run, so nobody else would
             agent.close()
             self._leave_claim()
             return
@@ -348,6 +357,7 @@ class AgentClient:
 
     def _claim_address(self, config: AgentConfig) -> None:
         """Binds this rank's address for the life of the process, so that no other job's embedded agent serves it.
+        Blocks: up to 20 s.
 
         Raises:
             AgentError: another process still has the address after 20 s.
@@ -359,12 +369,12 @@ class AgentClient:
         while True:
             try:
                 claim.bind(address)
-                claim.listen(1)  # tells others whose it is
+                claim.listen(1)  # others can tell by connecting whose it is
                 self._claim = claim
                 return
             except OSError as error:
                 if error.errno == errno.EADDRINUSE and _held_by_a_dead_process(address):
-                    # A child that it forked has its socket and may live as long as it likes.
+                    # A child that it forked still has its socket, and may live indefinitely.
                     left_behind += 1
                     address = f"{own}.{left_behind}"
                     continue
@@ -377,21 +387,21 @@ class AgentClient:
             pause.wait(0.1)  # the kernel does not notify when an address becomes free
 
     def _leave_claim(self) -> None:
-        """Lets go of what an agent in this process needs. Idempotent."""
+        """Releases the address and the event log of an agent in this process. Idempotent."""
         if self._claim is not None:
             self._claim.close()
         if self._embedded_events is not None:
             self._embedded_events.close()
 
     def _to_send_again(self) -> list[Request]:
-        loaded = [self._loaded] if self._loaded is not None else []  # first: the deletions must not take it
+        loaded = [self._loaded] if self._loaded is not None else []  # first: deletions must spare it
         traces = [Trace(id=step) for step in self._traces]
         return [*loaded, *traces, *self._given_up, *self._unacknowledged.values(), *self._deletes]
 
     # -- messages -------------------------------------------------------------------------------------------------
 
     def send(self, message: Request) -> None:
-        """Sends a message to the agent; never blocks for long and never raises. Thread: any."""
+        """Sends a message to the agent. Blocks: about a second at most. Never raises. Thread: any."""
         with self._lock:
             if isinstance(message, Seal):
                 self._unacknowledged[message.id] = message
@@ -405,7 +415,7 @@ class AgentClient:
                 self._embedded.handle(self.rank, message)
                 return
             if self._socket is None:
-                return  # the link thread is getting a new agent; it sends seals and deletions again
+                return  # the link thread is getting a new agent, and will send what must not be lost again
             try:
                 self._socket.sendall(pack(message))
             except OSError:
@@ -413,8 +423,8 @@ class AgentClient:
                 self._break_link()
 
     def trace(self, step: StepId, take: Callable[[Notice], None]) -> None:
-        """From now on ``take`` is called with each message about this save, those about the agent's work for it too, as
-        it comes. It must not block. Thread: any."""
+        """From now on calls ``take`` with each message about this save, including spans of the agent's work for it, on
+        the thread that receives the message. ``take`` must not block. Thread: any."""
         with self._lock:
             self._traces[step] = take
             self.send(Trace(id=step))
@@ -425,14 +435,15 @@ class AgentClient:
             self._traces.pop(step, None)
 
     def give_up_agent(self) -> None:
-        """Kills an agent that does not answer, and gets another: one that went on later, with what it has not read yet,
-        would write over what was saved since. Where it cannot be killed, its work is done in this process.
+        """Kills an agent that does not answer, so that the link thread gets another: an agent that went on later would,
+        with messages not yet read, overwrite what was saved since. If it cannot be killed, its work is done in this
+        process.
 
         Thread: training. Blocks: half a second at most.
         """
         with self._lock:
             if self._socket is None:
-                return  # it was lost meanwhile, and is being replaced
+                return  # it was lost meanwhile, and the link thread is replacing it
             with Peer(self._socket) as agent:
                 killed = agent.pid != os.getpid() and agent.runs(AGENT_WORD) and agent.kill()
                 if not killed or not agent.wait_gone(_KILLED_S):
@@ -448,14 +459,15 @@ class AgentClient:
                 logger.debug("the link was down already", exc_info=True)
 
     def poll(self) -> list[Notice]:
-        """Messages received since the last call. Thread: training."""
+        """Messages received since the last call, in order. Thread: training. Blocks: no."""
         with self._lock:
             messages = list(self._inbox)
             self._inbox.clear()
         return messages
 
     def wait_message(self, timeout_s: float) -> bool:
-        """Waits until :meth:`poll` would return something, or :meth:`wake`; False when ``timeout_s`` passes first."""
+        """Blocks until :meth:`poll` would return something or :meth:`wake` is called; False when ``timeout_s`` passes
+        first."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             while True:
@@ -470,7 +482,8 @@ class AgentClient:
                             self._replace_stopped(agent)
 
     def wake(self) -> None:
-        """Ends one :meth:`wait_message`, this or the next, for news that no agent sends. Thread: any. Blocks: no."""
+        """Ends the current or next :meth:`wait_message`, for news that does not come from an agent. Thread: any.
+        Blocks: no."""
         with self._lock:
             self._woken = True
             self._lock.notify_all()
@@ -495,8 +508,8 @@ class AgentClient:
             self._lock.notify_all()
 
     def give_files_to(self, take: Callable[[FileReady], None]) -> None:
-        """From now on ``take`` is called with each prepared file, those that have come already too, as soon as it is
-        there: a trainer may not look for messages before its next save. It must not block. Thread: any."""
+        """From now on calls ``take`` with each prepared file as soon as its notice comes, and now with those already
+        received, because a trainer may not poll before its next save. ``take`` must not block. Thread: any."""
         with self._lock:
             self._take_file = take
             others: list[Notice] = []
@@ -534,7 +547,8 @@ class AgentClient:
                 return
 
     def _recover(self) -> bool:
-        """Gets a new agent after one was lost; False when the link thread has nothing left to receive."""
+        """Gets a new agent after one was lost; False when the link thread has nothing more to receive: the work is done
+        in this process, or the client is closing."""
         now = time.monotonic()
         if self._closing:
             return False
@@ -574,13 +588,13 @@ class AgentClient:
     def flush(self, stage: Stage, *, tier: str | None = None, timeout_s: float) -> bool:
         """Waits until everything sealed so far has reached a stage, see :class:`~resiliency.agent.messages.Flush`.
 
-        Blocks: up to ``timeout_s``, and a second for the agent's answer; the agent is asked once also with 0. Returns
-        False when it passes first.
+        Blocks: up to ``timeout_s``, plus a second for the agent's answer; with 0 the agent is still asked once. Returns
+            False when the time passes first.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             left = max(0.0, deadline - time.monotonic())
-            with self._lock:  # an agent in this process has all that is to be sent again when the lock is free
+            with self._lock:  # once free, an embedded agent has all that is to be sent again
                 embedded = self._embedded
             if embedded is not None:
                 return embedded.wait(stage, tier=tier, timeout_s=left)
@@ -591,11 +605,12 @@ class AgentClient:
                 return False
 
     def _ask_flush(self, stage: Stage, tier: str | None, left: float) -> bool | None:
-        """Sends one Flush and waits for the answer; None when the link broke meanwhile: send it again."""
+        """Sends one Flush and waits for the answer; None when the link broke meanwhile, and the caller must send it
+        again."""
         with self._lock:
             connection = self._socket
             if connection is None:
-                # The link thread is getting a new agent; it notifies when it has one or gave up.
+                # The link thread is getting a new agent; it notifies when it has one or has given up.
                 self._lock.wait(min(left, 1.0))
                 lost = self._thread is not None and not self._thread.is_alive() and self._embedded is None
                 return False if lost and self._socket is None else None
@@ -619,8 +634,8 @@ class AgentClient:
     def close(self, *, timeout_s: float = 10.0, others_s: float = 0.0) -> None:
         """Disconnects; the agent exits when every rank has disconnected. Idempotent.
 
-        Blocks: up to ``timeout_s``; where another rank has started the agent, up to ``others_s`` until it is gone.
-        An agent that is stopped meanwhile is killed.
+        Blocks: up to ``timeout_s``; if another rank has started the agent, up to ``others_s`` until the agent is gone.
+            An agent that is stopped meanwhile is killed.
         """
         deadline = time.monotonic() + timeout_s
         _still_running[:] = [agent for agent in _still_running if agent.poll() is None]
@@ -659,14 +674,14 @@ class AgentClient:
 
 
 class _StopWatch:
-    """Tells when an agent that is waited for has been stopped for too long."""
+    """Tells when an awaited agent has been stopped for too long."""
 
     def __init__(self) -> None:
         self._since: float | None = None
         self._looked = 0.0
 
     def too_long(self, agent: Peer) -> bool:
-        """True when the agent was stopped at every call of the last seconds."""
+        """True when the agent was stopped at every call during the last 3 seconds."""
         if not agent.stopped:
             self._since = None
             return False
@@ -677,7 +692,7 @@ class _StopWatch:
 
 
 def _held_by_a_dead_process(address: str) -> bool:
-    """True when the process that listens at a claimed address has died, and a child of it has the socket."""
+    """True when the process that claimed an address has died, and only a child of it still has the socket."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         connection.settimeout(1.0)

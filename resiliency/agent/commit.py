@@ -1,7 +1,7 @@
 """The file operations of a commit: record, manifest, names, fsync. Each can be repeated after a kill.
 
-Order on the local tier: the shard, which the trainer writes in its step's folder; record; manifest (last); names. Then,
-on a durable tier, fsync of all of it.
+Order on the local tier: the shard, which the trainer writes into the step's folder; its record; the manifest, once all
+records are there; names. Then, on a durable tier, fsync of all of these.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ _DIGEST = re.compile("[0-9a-f]{16}")
 
 
 def records_of(config: AgentConfig, rank: int, seal: Seal) -> list[ShardRecord]:
-    """The records of what a rank has sealed: of its own shard, and of a copy of shard 0 that it wrote for its host.
+    """The records of the files that a rank has sealed: its own shard, and a copy of shard 0 if it wrote one for its
+    host.
 
     Raises:
-        AgentError: a file is not one of this rank's, or its digests do not cover it.
+        AgentError: a file is not this rank's, or its digests do not cover it.
     """
     shards = tuple(file.shard for file in seal.files)
     if shards != (rank,) and not (seal.replicated and shards == (0, rank)):
@@ -72,7 +73,7 @@ def _check_file(rank: int, file: SealedFile, *, shared: bool) -> None:
         raise AgentError(f"rank {rank} sealed a file that cannot be: {error}") from error
     if len(file.digests) != count:
         raise AgentError(f"rank {rank} sent {len(file.digests)} digests for {file.nbytes} bytes in {count} blocks")
-    # Blocks of a file that ranks write together have no digest where another rank wrote them.
+    # A file that ranks write together has no digest here for blocks that another rank wrote.
     _check_digests(rank, [digest for digest in file.digests if digest or not shared])
 
 
@@ -83,10 +84,10 @@ def _check_digests(rank: int, digests: Iterable[str]) -> None:
 
 
 def write_record(tier: Tier, record: ShardRecord, path: str, inode: int, target: str, fence: Fence) -> None:
-    """Writes the record of a sealed file, which is ``target``, its place in the step.
+    """Writes the record of a sealed file; ``target`` is where in the step that file must be.
 
     Raises:
-        OSError, TierError: the file is not there or was changed, or the record cannot be written.
+        OSError, TierError: the file is gone or was changed, or the record cannot be written.
         AgentError: a later attempt has started.
     """
     faultpoints.hit("agent.record.write", rank=record.rank)
@@ -94,7 +95,7 @@ def write_record(tier: Tier, record: ShardRecord, path: str, inode: int, target:
     if os.path.realpath(path) != os.path.realpath(target) or not _is_file(target, inode):
         raise FileNotFoundError(errno.ENOENT, "the sealed shard file is gone or was changed", path)
     if not _is_file(target, inode, record.nbytes):
-        # Ranks that write one file and plan differently end it at different places: who seals first finds it changed.
+        # Ranks that write one file but plan differently end it at different sizes; the first to seal finds it changed.
         raise FileNotFoundError(
             errno.ENOENT,
             f"the sealed shard file is gone or was changed: it is not of {record.nbytes} bytes any more; when no other"
@@ -106,22 +107,22 @@ def write_record(tier: Tier, record: ShardRecord, path: str, inode: int, target:
 
 
 def check_share(seal: Seal, shard0: str) -> None:
-    """Ranks write shard 0 together by its path. Where the folder was exchanged meanwhile (moved, mounted over), two of
-    them have two files, and neither is whole.
+    """Checks that a rank wrote its share of shard 0 into the file that is there now. Ranks open shard 0 by path; if the
+    folder was exchanged meanwhile (moved, mounted over), they have written two files, neither of them whole.
 
     Raises:
-        FileNotFoundError: the file at the path is not the one that this rank wrote its share into.
+        FileNotFoundError: the file at the path is another one.
     """
     if seal.share is not None and not _is_file(shard0, seal.share_inode):
         raise FileNotFoundError(errno.ENOENT, "the file that the ranks write together is gone or was changed", shard0)
 
 
 def check_in_place(tier: Tier, step: Manifest | UnfinishedStep, ranks: Collection[int]) -> None:
-    """Looks whether what these ranks have of a step that is about to be committed is still there: the records may have
-    been written into a folder that has been exchanged since.
+    """Checks that these ranks' files of a step that is about to be committed are still there: their records may have
+    been written into a folder that was exchanged since.
 
     Raises:
-        FileNotFoundError: one is gone, or of another size.
+        FileNotFoundError: a file is gone, or has another size.
     """
     folder = os.path.join(tier.root, step_prefix(step.run, step.id))
     for record in (record for record in step.shards if record.rank in ranks):
@@ -132,7 +133,8 @@ def check_in_place(tier: Tier, step: Manifest | UnfinishedStep, ranks: Collectio
 
 
 def is_in_place(tier: Tier, step: Manifest | UnfinishedStep, ranks: Collection[int]) -> bool:
-    """False when a committed step is not where it was any more. Blocks: one small look, at most one for each rank."""
+    """False when the folder of a committed step no longer has its files. Blocks: for one file check, at most one per
+    rank."""
     folder = os.path.join(tier.root, step_prefix(step.run, step.id))
     own = [record_file(record.rank) for record in step.shards if record.rank in ranks]
     return any(os.path.exists(os.path.join(folder, file)) for file in (MANIFEST, *own))
@@ -141,7 +143,8 @@ def is_in_place(tier: Tier, step: Manifest | UnfinishedStep, ranks: Collection[i
 def read_records_of_others(
     tier: Tier, run: str, step: StepId, records: dict[int, ShardRecord], world_size: int
 ) -> bool:
-    """Adds the records that other agents wrote into the shared folder; False while one is missing."""
+    """Adds to ``records`` those that other agents wrote into the shared folder; False when one is missing or
+    unreadable."""
     prefix = step_prefix(run, step)
     for rank in range(world_size):
         if rank not in records:
@@ -154,7 +157,7 @@ def read_records_of_others(
 
 
 def read_records_here(tier: Tier, run: str, step: StepId, records: dict[int, ShardRecord]) -> None:
-    """Adds the records that other agents of this host wrote into its own folder. Unreadable ones are left out.
+    """Adds to ``records`` those that other agents of this host wrote into the host's own folder; skips unreadable ones.
 
     Raises:
         TierError: the folder cannot be listed.
@@ -172,18 +175,20 @@ def read_records_here(tier: Tier, run: str, step: StepId, records: dict[int, Sha
 
 
 def write_commit(tier: Tier, step: Manifest | UnfinishedStep, fence: Fence, ranks: Collection[int]) -> dict[str, str]:
-    """Writes the manifest, then the names. For one host's part of a step only the names: no folder has the whole step.
+    """Writes the manifest, then the names. For one host's part of a step it writes only the names, because no folder
+    has the whole step.
 
     Args:
-        ranks: whose part of the step is looked for once more: a later attempt that has ended in order has removed the
-            folder, its number included, and a manifest alone would hide the steps that it has left as files.
+        ranks: ranks whose part of the step is checked once more. A later attempt that ended in order has removed the
+            run's folder, with its attempt number, and a manifest alone would hide the steps that it has left as single
+            files.
 
     Returns:
-        For each name that the step does not get, why.
+        Name -> reason, for each name that the step does not get.
 
     Raises:
         TierError: the tier refused.
-        FileNotFoundError: the step is not there any more.
+        FileNotFoundError: the step's files are gone.
         AgentError: a later attempt has started.
     """
     faultpoints.hit("agent.manifest.write")
@@ -194,7 +199,7 @@ def write_commit(tier: Tier, step: Manifest | UnfinishedStep, fence: Fence, rank
     faultpoints.hit("agent.name.write")
     refused = give_names(tier, step, step.names, before_each=fence.check)
     if refused:
-        fence.check()  # whether it is for that
+        fence.check()  # raises when a later attempt is the reason
     return refused
 
 
@@ -218,7 +223,7 @@ def fsync_step(root: str, folder: str, records: Sequence[ShardRecord]) -> None:
 
 def _is_file(path: str, inode: int, nbytes: int | None = None) -> bool:
     try:
-        found = os.lstat(path)  # a link is not the file that was sealed
+        found = os.lstat(path)  # not followed: a link is not the file that was sealed
     except FileNotFoundError:
         return False
     return found.st_ino == inode and nbytes in (None, found.st_size)

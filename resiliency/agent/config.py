@@ -38,14 +38,13 @@ class AgentConfig:
         attempt, token: identity of this start of the job; the token has 6 hex digits.
         world_size: ranks of the job.
         local_ranks: global ranks on this host.
-        shared: True when every rank's records can be seen in the local tier (one host, or a shared folder).
+        shared: True when the local tier shows the records of every rank (one host, or a shared folder).
         local: the tier whose files the trainers map.
         durable: fsync the local tier (False on a ramdisk, where fsync does nothing).
         remotes: tiers to upload to.
         events: path of the agent's event log, None for none.
         drain_s: seconds that the agent may take to finish sealed saves after the last rank has disconnected.
-        only_files: leave nothing but the checkpoints' files when the job has ended in order, see
-            :mod:`resiliency.storage.single_files`.
+        only_files: when the job ends in order, leave only checkpoint files, see :mod:`resiliency.storage.single_files`.
     """
 
     run: str
@@ -71,7 +70,7 @@ class AgentConfig:
 def agent_address(directory: str, run: str, node: str) -> str:
     """Name of the socket of the agent that serves a run of this user in a directory on a host.
 
-    In Linux' abstract namespace, so a killed agent leaves no file behind.
+    It is in Linux' abstract namespace, so that a killed agent leaves no file behind.
     """
     identity = f"{os.getuid()}:{os.path.realpath(directory)}:{run}:{node}"
     return "\0resiliency-" + hashlib.blake2b(os.fsencode(identity), digest_size=12).hexdigest()
@@ -83,9 +82,10 @@ def embedded_address(address: str, rank: int) -> str:
 
 
 def held(addresses: Iterable[str]) -> set[str]:
-    """The names among these socket names that a process of this machine holds; none where the kernel does not tell.
+    """Those of the given socket names that some process of this machine has bound; empty where the kernel does not
+    tell.
 
-    To connect would show it too, but fills the queue of a listener that never accepts. Blocks: for 0.1 ms.
+    Connecting would show it too, but fills the queue of a listener that never accepts. Blocks: for 0.1 ms.
     """
     try:
         with open("/proc/net/unix", "rb") as file:

@@ -1,8 +1,8 @@
 """The agent's work: commit, make durable, upload, prune. Runs in the agent process or, as a fallback, in the trainer.
 
 One instance serves the ranks of one host in one attempt. Whether a step can be committed is decided from files. So
-several agents (one per host on a shared folder, or one per rank when embedded) can work at the same time, and what an
-agent leaves when it is killed can be finished or deleted by the next one.
+several agents (one per host on a shared folder, or one per rank when embedded) can work at the same time, and the next
+agent can finish or delete what a killed one leaves.
 
 The file operations of a commit are in :mod:`resiliency.agent.commit`. Older steps are deleted only after a newer one
 was fsynced (:mod:`resiliency.agent.local_pruner`).
@@ -65,22 +65,22 @@ __all__ = ["HostAgent"]
 
 logger = logging.getLogger(__name__)
 
-#: How long a commit on a full disk waits for the prepared files to be deleted.
+#: Seconds that a commit on a full disk waits for the prepared files to be deleted.
 _MAKE_ROOM_S = 5.0
-#: Of how many failed steps it is known why; a rank may seal its part of one later.
+#: Number of failed steps whose reason is remembered; a rank may seal its part of such a step later.
 _FAILURES = 16
 
 
 class HostAgent:
-    """See the module docstring.
+    """One host's agent; see the module.
 
     Args:
         config: of this attempt.
-        notify: sends a message to a rank.
+        notify: sends a message to a rank; must not block.
         events: the agent's event log.
-        only_agent: True while no other agent of this host works in the same folder. Asked before each effect that
-            counts on it.
-        may_finish: whether this agent may finish what an agent before it has left of the newest step.
+        only_agent: returns True while no other agent of this host works in the same folder. Called before each effect
+            that relies on it.
+        may_finish: returns whether this agent may finish what an earlier agent has left of the newest step.
 
     Threads: :meth:`handle` from any; the work is done on own threads, all named ``resiliency-agent-*``.
     """
@@ -111,10 +111,10 @@ class HostAgent:
         ]
         self._finished: set[int] = set()
         self._left: set[int] = set()
-        self._failures: dict[StepId, str] = {}  # steps that a rank could not save; the newest ones
+        self._failures: dict[StepId, str] = {}  # step -> why a rank could not save it; the newest ones
         self._given_up: dict[
             StepId, set[int]
-        ] = {}  # of those, what is still to be deleted: ranks that are done with it
+        ] = {}  # of these, those to be deleted -> ranks that no longer write to the step
         self._closed = False
         self._traces = self._report.traces
         self._files = FilePool(config, notify, traces=self._traces)
@@ -124,10 +124,10 @@ class HostAgent:
     # -- start --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Takes the attempt's number, ends earlier attempts, lists the local tier and resumes uploads an earlier agent
-        did not finish.
+        """Takes the attempt's number, ends earlier attempts, lists the local tier, and resumes uploads that an earlier
+        agent did not finish.
 
-        Blocks: one listing.
+        Blocks: for one listing.
 
         Raises:
             AgentError: another job has the attempt's number.
@@ -135,7 +135,7 @@ class HostAgent:
         """
         self._end_earlier_attempts()
         try:
-            # An earlier attempt's agent may have removed them since the ranks looked. It cannot any more.
+            # An earlier attempt's agent may have removed the folders since the ranks looked; from now on it cannot.
             restore_folders(self._tier, self.config.run)
         except OSError as error:
             logger.warning("what files of run %r are checkpoints cannot be told: %s", self.config.run, error)
@@ -146,7 +146,8 @@ class HostAgent:
             self._upload(committed[-1], only_if_missing=True)
 
     def _end_earlier_attempts(self) -> None:
-        """Before anything is listed: what an earlier attempt's agent has not committed by now, it never will."""
+        """Claims this attempt before anything is listed, so that an earlier attempt's agent commits nothing after the
+        listing."""
         config = self.config
         try:
             if not claim_attempt(config.local.address, config.run, config.attempt, config.token):
@@ -157,7 +158,7 @@ class HostAgent:
                 )
             write_attempt(config.local.address, config.run, config.attempt)
         except OSError as error:
-            # Once a step is saved, its folder name has the attempt too.
+            # From the first save on, the step's folder name has the attempt too.
             logger.warning(
                 "%s cannot be written (%s); the attempt is counted from the checkpoints",
                 attempt_file(config.local.address, config.run),
@@ -169,7 +170,7 @@ class HostAgent:
             logger.warning("what an earlier attempt of run %r has begun cannot be deleted: %s", config.run, error)
 
     def _delete_partial_files(self) -> None:
-        """Deletes partial files of killed writers and killed restores; no listing shows them, but they take space."""
+        """Deletes partial files of killed writers and restores: no listing shows them, but they take space."""
         try:
             self._fence.check()
             remove_dead_fetches(self.config.local.address, self.config.run, self.config.node)
@@ -204,7 +205,8 @@ class HostAgent:
     def _rescan(self, *, finish: bool = False) -> None:
         listings = scan(self._tier, self.config.run)
         may_finish = self._may_finish()
-        # Of several agents of a host the first that comes: the manifest must not be written over a file that is longer.
+        # Where a host has several agents, the first one does it: a longer file must be cut before its manifest is
+        # written.
         if may_finish and (0 in self.config.local_ranks or not self._only_agent()):
             for listing in listings:
                 cut_back(self._tier, listing)
@@ -212,21 +214,23 @@ class HostAgent:
         if finish and may_finish:
             self._finish_newest()
         for step in fresh:
-            # The agent that committed it may have been killed before its fsync, and older steps wait for one.
+            # The agent that committed the step may have been killed before fsync, and deleting older steps waits for
+            # one.
             self._syncs.submit(partial(self._sync, step))
 
     def _finish_newest(self) -> None:
-        """Gives the newest step its manifest and names, if an agent was killed between the last record and them."""
+        """Writes the newest step's manifest and names, if an agent was killed after the last record and before
+        these."""
         committed = self._steps.select(lambda step: step.committed is not None)
         if not committed:
             return
         step = committed[-1]
         found = step.committed
-        # Agents of one attempt do the same: in a shared folder it does not matter which of them was killed.
+        # In a shared folder all agents of an attempt do the same, whichever of them was killed.
         ours = self._serves_all or (self.config.shared and self._is_of_this_attempt(step.id))
         if not ours or not isinstance(found, Manifest):
             return
-        # Names of an earlier attempt that are missing somebody may have deleted.
+        # Names of an earlier attempt's step are not restored: somebody may have deleted them.
         needed = found.names if self._is_of_this_attempt(step.id) else ()
         try:
             paths = [self._path(step.id, MANIFEST), *(self._tier.path(name) for name in needed)]
@@ -241,10 +245,10 @@ class HostAgent:
             self._report.report_refused(step.id, self.config.local.name, name, reason)
 
     def _write_commit(self, found: Manifest | UnfinishedStep) -> tuple[Manifest | UnfinishedStep, dict[str, str]]:
-        """Commits a step of which all records are there. Returns it as it is then, and why it does not get names.
+        """Commits a step whose records are all there. Returns the committed step, and name -> reason for names refused.
 
         Raises:
-            OSError, TierError, AgentError: it is not committed.
+            OSError, TierError, AgentError: the step is not committed.
         """
         with self._traces.span("commit", found.id):
             check_in_place(self._tier, found, self.config.local_ranks)
@@ -256,7 +260,8 @@ class HostAgent:
                 return found, write_commit(self._tier, found, self._fence, self.config.local_ranks)
 
     def wait(self, stage: Stage, *, tier: str | None = None, timeout_s: float) -> bool:
-        """Waits until everything sealed so far has reached a stage, see :class:`~resiliency.agent.messages.Flush`."""
+        """Blocks until everything sealed so far has reached a stage, see :class:`~resiliency.agent.messages.Flush`;
+        False when ``timeout_s`` passes first."""
         deadline = time.monotonic() + timeout_s
         workers = [self._commits]
         uploaders = [uploader for uploader in self._uploaders if tier in (None, uploader.spec.name)]
@@ -273,12 +278,12 @@ class HostAgent:
         return self._commits.idle and self._syncs.idle and all(uploader.idle for uploader in self._uploaders)
 
     def tell_lost(self, rank: int, pid: int) -> None:
-        """Writes that the process of a rank has died, unless the rank had said that it goes. Thread: any."""
+        """Writes the event that a rank's process has died, unless the rank has said Bye. Thread: any."""
         if rank not in self._left:
             self._events.emit(EventKind.WORKER_LOST, worker=rank, lost_pid=pid)
 
     def close(self) -> None:
-        """Stops all threads, frees memory on a ramdisk, or leaves only the checkpoints' files, as configured; the next
+        """Stops all threads; as configured, frees memory on a ramdisk, or leaves only the checkpoints' files. The next
         start resumes unfinished uploads. Idempotent."""
         if self._closed:
             return
@@ -298,7 +303,7 @@ class HostAgent:
             except AgentError as error:
                 logger.info("checkpoints on the ramdisk %s stay: %s", self.config.local.address, error)
             except (OSError, TierError):
-                # Boundary: the end of the agent; the next start uses or deletes what stays.
+                # Boundary: the agent ends; the next start uses or deletes what is left.
                 logger.warning(
                     "memory of the ramdisk %s could not be freed; the next start tries again",
                     self.config.local.address,
@@ -307,7 +312,8 @@ class HostAgent:
         self._fence.release()
 
     def _leave_only_files(self) -> None:
-        """Removes the run's folder when all ranks have left in order and the steps are files that need nothing else."""
+        """Removes the run's folder when all ranks have left in order and every step is a file that needs nothing
+        else."""
         if not self._serves_all or not self._left.issuperset(self.config.local_ranks):
             return
         committed = self._steps.select(lambda step: step.committed is not None)
@@ -323,11 +329,11 @@ class HostAgent:
         except AgentError as error:
             logger.info("%s/%s/%s stays: %s", where, META_DIR, self.config.run, error)
         except (OSError, TierError):
-            # Boundary: the end of the agent; what stays is used or removed by the next start.
+            # Boundary: the agent ends; the next start uses or removes what is left.
             logger.warning("%s/%s/%s could not be removed", where, META_DIR, self.config.run, exc_info=True)
 
     def _free_ramdisk(self) -> None:
-        """Deletes the checkpoints when the job has finished and a slower tier has the newest."""
+        """Deletes the checkpoints when the job has finished and a slower tier has the newest one, or there is none."""
         if not self._only_agent() or not self._finished.issuperset(self.config.local_ranks):
             return
         committed = [step.committed for step in self._steps.select() if step.committed is not None]
@@ -375,7 +381,7 @@ class HostAgent:
         if not message.end:
             self._traces.begin(rank, message.id)
             return
-        # Behind the fsyncs that are queued, and the pruning that follows them.
+        # Queued behind the fsyncs that are pending, and the pruning that follows each.
         end = partial(self._traces.end, rank, message.id)
         self._syncs.submit(partial(self._commits.submit, end))
 
@@ -395,7 +401,8 @@ class HostAgent:
             uploader.hold(hold)
 
     def _delete(self, message: Delete) -> None:
-        # Before the first save of this attempt, the names point to steps of earlier attempts.
+        # Before the first save of this attempt there is no ``after``; the names then point to steps of earlier
+        # attempts.
         request = DeleteRequest(upto=message.after, after=message.after, attempt=self.config.attempt)
         requests = dict.fromkeys(message.names, request)
         self._pruner.request(requests)
@@ -409,14 +416,15 @@ class HostAgent:
         return os.path.join(self.config.local.address, step_prefix(self.config.run, step), file)
 
     def _commit(self, rank: int, seal: Seal, records: list[ShardRecord]) -> None:
-        """Writes the records of what a rank has sealed; with the last record of a step it commits the step."""
+        """Writes the records of what a rank has sealed; after the last record of a step it commits the step."""
         known = self._steps.get(seal.id)
         if known is not None and known.committed is not None:
-            # An agent that died before it could say so has done it. The file holds more now than the rank has sealed.
+            # An earlier agent did it and died before it could notify. The file has more in it now than the rank has
+            # sealed.
             self._report.notify(rank, Recorded(id=seal.id))
             return
         if seal.id in self._failures:
-            self._report.notify(rank, Recorded(id=seal.id))  # the next save may begin
+            self._report.notify(rank, Recorded(id=seal.id))  # so that the rank may begin its next save
             self._report.notify_failed(seal.id, self.config.local.name, self._failures[seal.id], ranks=(rank,))
             self._discard_given_up(rank, seal.id)
             return
@@ -426,9 +434,9 @@ class HostAgent:
                 for record, file in zip(records, seal.files, strict=True):
                     target = self._path(record.id, record.file)
                     write_record(self._tier, record, file.path, file.inode, target, self._fence)
-        except (OSError, TierError, ValueError, AgentError) as error:  # ValueError: a path no file can have
-            # Where its record is already, an agent before this one wrote it, and another host's may have committed the
-            # step. A file that is not the sealed one is somebody else's.
+        except (OSError, TierError, ValueError, AgentError) as error:  # ValueError: a path that no file can have
+            # If its record exists, an earlier agent wrote it, and another host's agent may have committed the step. A
+            # file that is not the sealed one belongs to somebody else. In both cases nothing is deleted.
             keep = isinstance(error, FileNotFoundError) or os.path.lexists(self._path(seal.id, record_file(rank)))
             self._failed(seal.id, rank, f"cannot commit to {self.config.local.address}: {error}", keep=keep)
             return
@@ -436,13 +444,14 @@ class HostAgent:
             self._steps.add_record(record)
             if record.rank == 0 or not record.replicated:
                 self._files.saved(record.nbytes)
-        self._files.refill(more_to_come=True)  # once it is durable, a step before it may be deleted
+        self._files.refill(more_to_come=True)  # once durable, an earlier step may be deleted
         self._report.notify(rank, Recorded(id=seal.id))
         self._complete(seal.id)
         self._discard_given_up(rank, seal.id)
 
     def _failed(self, step: StepId, rank: int, reason: str, *, keep: bool) -> None:
-        """Notifies the rank, and those that wait for the commit: which have recorded theirs, or will."""
+        """Notifies the rank, and the ranks that wait for the commit because they have recorded, or will record, their
+        part."""
         tier = self.config.local.name
         self._report.notify_failed(step, tier, reason, ranks=(rank,))
         self._report.log_failed(step, Stage.RECORDED, tier, reason, will_retry=True, shard=rank)
@@ -450,7 +459,7 @@ class HostAgent:
         self._discard_given_up(rank, step)
 
     def _gave_up(self, rank: int, message: GiveUp) -> None:
-        """A rank says that a part of a save will not come. It has reported that itself."""
+        """A rank has said that its part of a save will not come. The rank has already reported the failure itself."""
         known = self._steps.get(message.id)
         if message.id not in self._failures and (known is None or known.committed is None):
             self._will_not_be_whole(message.id, rank, message.reason)
@@ -469,11 +478,10 @@ class HostAgent:
             self._given_up[step] = recorded
 
     def _discard_given_up(self, rank: int, step: StepId) -> None:
-        """Deletes what there is of steps that were given up and that no rank writes to any more; ``rank`` is done with
-        ``step``.
+        """Notes that ``rank`` no longer writes to ``step``, and deletes given-up steps that no rank writes to any more.
 
-        A rank is done with a step also when it is at a later one; it may be behind the others. Whether the ranks of
-        other agents are done is not heard here: they are, as far as can be told, once a rank is at a later step.
+        A rank that is at a later step is done with the earlier ones; ranks may be behind each other. This agent does
+        not hear about ranks of other agents: those are assumed done once one of its own ranks is at a later step.
         """
         for other, done in list(self._given_up.items()):
             if step >= other:
@@ -483,9 +491,13 @@ class HostAgent:
                 self._discard(other)
 
     def _discard(self, step: StepId, *, never_whole: bool = False) -> None:
-        """Deletes what there is of a step that will not be whole, also files that a rank still writes to.
+        """Deletes the files of a step that will not be whole, including those that a rank still writes to.
 
-        It would go once a later step is committed, but a disk that it has filled may hold none.
+        It would be deleted anyway once a later step is committed, but a disk that this step has filled may have no room
+        for one.
+
+        Args:
+            never_whole: delete it even when all records are there.
         """
         ranks = range(self.config.world_size)
         if not never_whole and all(os.path.lexists(self._path(step, record_file(rank))) for rank in ranks):
@@ -498,14 +510,15 @@ class HostAgent:
             logger.info("step %d stays until a later one is committed: %s", step.step, error)
 
     def _complete_recorded(self, step: StepId) -> None:
-        """A rank says that all ranks have recorded a step, or asks whether they have: another agent may have committed
-        it, of another host or of a rank that does its agent's work itself."""
+        """A rank reports that all ranks have recorded a step, or asks whether they have: another agent, of another host
+        or embedded in another rank, may have committed it."""
         if self.config.shared:
             self._find_commits_of_others()
         self._complete(step, all_recorded=True)
 
     def _complete(self, step_id: StepId, *, all_recorded: bool = False) -> None:
-        """Commits the step when every shard has a record: as seen in this folder, or as ``all_recorded`` says."""
+        """Commits the step when every shard has a record, as seen in this folder or, across hosts, as ``all_recorded``
+        says."""
         with self._steps.lock:
             step = self._steps.get(step_id)
             if step is None or step.committed is not None:
@@ -516,7 +529,7 @@ class HostAgent:
             return  # the agent that writes the last record commits
         part = not config.shared and len(config.local_ranks) < config.world_size
         if part and not all_recorded:
-            return  # whether the other hosts have recorded theirs cannot be seen here, only the ranks know
+            return  # this folder does not show the records of other hosts; only the ranks know
         if part and not self._only_agent():
             read_records_here(self._tier, config.run, step_id, records)
         found = gather_records(records.values())
@@ -524,7 +537,7 @@ class HostAgent:
             if len({record.plan for record in records.values()}) > 1 and len(records) == self.config.world_size:
                 self._refuse_plans(step_id)
             return
-        if part:  # also with a shard of every rank: other hosts have copies of shard 0 of their own
+        if part:  # even with a shard of every rank here: other hosts have their own copies of shard 0
             found = UnfinishedStep(id=found.id, run=found.run, world_size=found.world_size, shards=found.shards)
         elif isinstance(found, UnfinishedStep):
             return
@@ -534,7 +547,7 @@ class HostAgent:
             except (OSError, TierError) as error:
                 if not _is_no_room(error):
                     raise
-                # What is to be written is small: the files that are prepared for the next saves make room for it.
+                # Manifest and names are small: deleting the files prepared for the next saves makes room for them.
                 self._files.make_room(timeout_s=_MAKE_ROOM_S)
                 found, refused = self._write_commit(found)
         except (OSError, TierError, AgentError) as error:
@@ -557,7 +570,7 @@ class HostAgent:
     def _commit_failed(self, step: StepId, error: OSError | TierError | AgentError) -> None:
         tier, reason = self.config.local.name, str(error)
         if _is_no_room(error) and self._serves_all:
-            # It would take room until a later step is committed, for which there may be none.
+            # It would take up space until a later step is committed, and there may be no space for one.
             self._discard(step, never_whole=True)
         if not isinstance(error, AgentError) and os.path.lexists(self._path(step, record_file(0))):
             reason += (
@@ -593,7 +606,7 @@ class HostAgent:
         self._discard(step_id, never_whole=True)
 
     def _sent_records(self, step: LocalStep) -> list[ShardRecord]:
-        """What this host uploads: not its copy of shard 0, which rank 0's host sends."""
+        """Records of the shards that this host uploads: without its copy of shard 0, which rank 0's host uploads."""
         return [
             record
             for record in self._own_records(step)
@@ -612,7 +625,7 @@ class HostAgent:
                 with self._traces.span("fsync", step.id):
                     fsync_step(self.config.local.address, folder, self._own_records(step))
             except OSError as error:
-                # Not durable: older steps stay until a later step was fsynced.
+                # Not durable: older steps stay until a later step is fsynced.
                 reason = f"fsync of {folder} failed: {error}"
                 tier = self.config.local.name
                 self._report.log_failed(step.id, Stage.DURABLE, tier, reason, will_retry=True)
@@ -622,9 +635,9 @@ class HostAgent:
         with self._steps.lock:
             step.durable = True
         if not self._is_of_this_attempt(step.id):
-            if self._pruner.has_requests:  # they waited until this step was durable
+            if self._pruner.has_requests:  # the requests waited until this step was durable
                 self._commits.submit(self._prune)
-            return  # at a start nothing is deleted without a request: the ranks may be reading it
+            return  # after a start nothing is deleted without a request: ranks may be reading it
         if self.config.durable:
             self._report.log_reached(
                 step.id,
@@ -636,7 +649,7 @@ class HostAgent:
         self._commits.submit(partial(self._after_sync, step.id))
 
     def _after_sync(self, step_id: StepId) -> None:
-        # Files are given back before the notice: a rank that saves right after it then has a free file.
+        # Pool files are returned before the notice, so that a rank that saves right after it finds a free one.
         self._prune()
         waiting = self._steps.select(lambda step: step.committed is not None and not step.durable)
         self._files.refill(more_to_come=bool(waiting), unless_taken=True)
@@ -644,7 +657,7 @@ class HostAgent:
             self._report.notify_reached(step_id, Stage.DURABLE, self.config.local.name)
 
     def _uploaded(self, spec: TierSpec, step_id: StepId, outcome: UploadOutcome, reason: str) -> None:
-        """Called by an uploader with each outcome of a step."""
+        """Handles each outcome of a step's upload; an uploader calls it on its own thread."""
         if outcome is not UploadOutcome.RETRYING:
             self._steps.pin(step_id, -1)
         if outcome is UploadOutcome.DURABLE:
@@ -673,7 +686,8 @@ class HostAgent:
             self._report.warn_once("superseded", "nothing is deleted any more: %s", error)
 
     def _find_commits_of_others(self) -> None:
-        """Reads which steps another agent has committed in the same folder (of another host, or of another rank)."""
+        """Notices the steps that another agent, of another host or of another rank, has committed in the same
+        folder."""
         for step in self._steps.select(lambda step: step.committed is None and bool(step.records)):
             where = step_prefix(self.config.run, step.id) + MANIFEST
             try:
@@ -685,7 +699,7 @@ class HostAgent:
 
 
 def _is_no_room(error: BaseException | None) -> bool:
-    """True when a disk or a quota is full."""
+    """True when the error, or a cause of it, is a full disk or an exceeded quota."""
     return error is not None and (
         getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _is_no_room(error.__cause__)
     )

@@ -1,9 +1,10 @@
-"""Keeps shard files ready for the next saves, with their pages in memory. Low priority, beside the training.
+"""Keeps shard files ready for the next saves, with their pages in memory. Runs at low priority beside the training.
 
 A new file is filled with zeros, because the first touch of a page takes ten times as long as a later copy. A file of a
-deleted step is used again only with proof that no process has it open (:mod:`resiliency.storage.shared_files`): a
-reader of the old step, a stopped writer of a dead attempt, a link somebody made. Nor where another file may share its
-blocks. Where the file system writes to other blocks than a file has, there is nothing to prepare.
+deleted step is used again only with proof (:mod:`resiliency.storage.shared_files`) that no process has it open and no
+link to it exists: it could be open in a reader of the old step, or in a stopped writer of a dead attempt. It is not
+used either where another file may share its blocks. On file systems that write changed data to new blocks (copy on
+write) nothing is prepared.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 #: Files below this size are made by the save itself.
 SMALL_FILE = 1 << 20
-#: Files made ready for the first saves; and kept ready on a disk, once a save has found none.
+#: Most files prepared: before the first saves, and later on a disk once a save has found none ready.
 MOST_READY = 2
-#: Kept ready once there are steps: a second one is that of a step to be deleted. To make another one beside the second
-#: save, of 1 GiB, made that take 230 ms instead of 150.
+#: Files kept ready once there are steps; a second one comes from a deleted step. Making another one beside the second
+#: save, of 1 GiB, slowed that save from 150 to 230 ms.
 _KEPT = 1
-#: A file of a deleted step may be so much too short: a number of another length in its record makes 64 bytes.
+#: Most bytes by which a deleted step's file may be too short: a record in it with one more digit adds 64 bytes.
 _LENGTHENED = 64 << 10
 #: Bytes of a new file that are written at a time; a multiple of 2 MiB.
 _PIECE = 64 << 20
@@ -49,8 +50,8 @@ class FilePool:
 
     Args:
         config: of this attempt.
-        notify: sends a message to a rank, here that a file is ready.
-        traces: of saves that take place meanwhile.
+        notify: tells a rank that a file is ready; must not block.
+        traces: of saves, to which the preparation of files adds spans.
     """
 
     def __init__(self, config: AgentConfig, notify: Notify, *, traces: Traces | None = None) -> None:
@@ -63,19 +64,19 @@ class FilePool:
         self._used: list[str] = []  # files of deleted steps
         self._number = 0
         self._nbytes = self._wanted = 0
-        self._saved: deque[None] = deque()  # one for each file of a save since the last look
-        self._taken = 0  # files whose saves had no record at the last look
-        self._lacked = False  # a save has found none
+        self._saved: deque[None] = deque()  # one entry per file saved since the last refill
+        self._taken = 0  # files taken by saves whose record had not been counted at the last refill
+        self._lacked = False  # True once a save has found no file ready
 
     @property
     def idle(self) -> bool:
         return self._worker.idle
 
     def take_leftovers(self) -> None:
-        """Takes over prepared files of earlier attempts of this host, as it does files of deleted steps: their pages
-        are in memory, so that a restart need not wait for new ones. Small ones are deleted. Blocks: for the renames."""
+        """Takes over the prepared files of earlier attempts of this host, like files of deleted steps: their pages are
+        in memory, so a restart need not wait for new ones. Deletes small ones. Blocks: for the renames."""
         config = self._config
-        # The whole name: that of another host may begin with this one's.
+        # Matched in full, because the name of another host may begin with this one's.
         mine = re.compile(rf"{re.escape(config.node)}-a(\d+)-([0-9a-f]{{6}})-\d+-\d+\.(free|used)")
         for name in _listing(self._folder):
             found = mine.fullmatch(name)
@@ -93,33 +94,34 @@ class FilePool:
         _unlink(path)
 
     def expect(self, nbytes: int, count: int) -> None:
-        """Sets what :meth:`refill` prepares before the first save: ``count`` files, at most two. A save needs the
-        second while the step before it is still there."""
+        """Sets what :meth:`refill` prepares before the first save: ``count`` files of ``nbytes``, at most two. A save
+        needs the second one while the previous step's file is still in use."""
         self._nbytes, self._wanted = nbytes, max(self._wanted, min(count, MOST_READY))
 
     def saved(self, nbytes: int) -> None:
-        """Sets what :meth:`refill` keeps ready from the first record of a save on. Call once per file of a save."""
+        """Sets the size and number of files that :meth:`refill` keeps ready from now on. Call it once per file of a
+        save."""
         self._nbytes, self._wanted = nbytes, MOST_READY if self._lacked else _KEPT
         self._saved.append(None)
 
     def refill(self, *, more_to_come: bool = False, unless_taken: bool = False) -> None:
-        """Queues the preparation of the files that are missing.
+        """Queues the preparation of missing files. Blocks: no.
 
-        To make a file of zeros, and to delete that of a step instead of using it again, took 0.28 s of a core in each
+        Making a file of zeros, and deleting a step's file instead of using it again, cost 0.28 s of a core for each
         save of 256 MiB.
 
         Args:
-            more_to_come: a step will be deleted soon, whose file can be used again: the last file that is missing is
-                not made anew.
-            unless_taken: likewise where a save has taken one meanwhile: a step is deleted after it.
+            more_to_come: a step will soon be deleted, whose file can be used: the last missing file is not made anew.
+            unless_taken: the same, but only if a save has taken a file since the last refill, as a step is deleted
+                after it.
         """
         if self._nbytes >= SMALL_FILE or self._used:
             self._worker.submit(lambda: self._refill(more_to_come, unless_taken))
 
     def use_again(self, path: str) -> None:
-        """Takes the shard file of a deleted step out of its folder; it is prepared again, or deleted.
+        """Takes the shard file of a deleted step out of its folder, to prepare it again or delete it later.
 
-        A small one is never prepared, so it is deleted at once: its place is free when the step is.
+        A file too small to prepare is deleted at once, so that its space is free when the step is gone.
 
         Raises:
             OSError: it cannot be moved or deleted.
@@ -137,13 +139,13 @@ class FilePool:
         self._used.append(target)
 
     def make_room(self, *, timeout_s: float) -> None:
-        """Deletes the files that are ready; the next refill makes new ones. Blocks: up to ``timeout_s``, behind a file
-        that is being prepared."""
+        """Deletes the prepared files; the next refill makes new ones. Blocks: up to ``timeout_s``, until a file that is
+        being prepared is finished."""
         self._worker.submit(self._delete_all)
         self._worker.wait_idle(time.monotonic() + timeout_s)
 
     def announce(self, rank: int) -> None:
-        """Tells a rank that has just connected which files are ready."""
+        """Notifies a rank that has just connected of the files that are ready. Blocks: no."""
 
         def tell() -> None:
             for file in self._ready.values():
@@ -169,9 +171,9 @@ class FilePool:
         more_to_come = more_to_come or (unless_taken and len(left) < len(self._ready))
         self._notice_lack(taken=len(self._ready) - len(left))
         self._ready = left
-        # What differs by less is the end of the file, which a save writes and does not map.
+        # A smaller difference lies at the end of the file, which a save writes instead of mapping it.
         for path in [path for path, file in self._ready.items() if file.nbytes < self._nbytes - _LENGTHENED]:
-            del self._ready[path]  # of no use for the saves that come now
+            del self._ready[path]  # too small for the coming saves
             _unlink(path)
         if copies_on_write(self._folder):
             self._say_none()
@@ -184,17 +186,17 @@ class FilePool:
                 with self._traces.span("prepare", bytes=self._nbytes):
                     self._offer(used or self._new_file())
         except OSError as error:
-            # The save that finds no file makes its own, and reports what is wrong.
+            # The save that finds no file makes its own, and reports the problem.
             logger.info("no shard file of %d bytes can be prepared in %s: %s", self._nbytes, self._folder, error)
             self._say_none()
         if len(self._ready) >= self._wanted or self._nbytes < SMALL_FILE:
-            kept = 0 if self._nbytes else MOST_READY  # nobody has said yet what the next saves need
+            kept = 0 if self._nbytes else MOST_READY  # no save has told yet which size is needed
             while len(self._used) > kept:
                 _unlink(self._used.pop(0))
 
     def _notice_lack(self, taken: int) -> None:
-        """Saves that follow each other so fast that one found no file need a second one. On a ramdisk it would take
-        memory."""
+        """Keeps a second file ready once saves follow each other so fast that one of them found none. Not on a ramdisk,
+        where it would take memory."""
         self._taken += taken
         while self._saved:
             self._saved.popleft()
@@ -209,19 +211,20 @@ class FilePool:
 
     def _offer(self, path: str) -> None:
         found = os.stat(path)
-        # Its own size: a save of another size may have changed what is wanted while it was made.
+        # The file's own size, because a save of another size may have changed ``_nbytes`` while it was made.
         self._ready[path] = FileReady(path=path, inode=found.st_ino, nbytes=found.st_size)
         for rank in self._config.local_ranks:
             self._notify(rank, self._ready[path])
 
     def _used_file(self) -> str | None:
-        """A file of a deleted step that is large enough, and that nobody has open."""
+        """A deleted step's file that is large enough and that nobody has open, prepared for use; None when there is
+        none."""
         while self._used:
             path = self._used.pop()
             try:
                 nbytes, size = self._nbytes, os.stat(path).st_size
                 fits = nbytes - _LENGTHENED <= size <= 2 * nbytes
-                # The proof is this kernel's: of a process on another host it knows nothing.
+                # The proof covers processes of this kernel only, not those of another host.
                 if fits and used_by_this_host_only(path) and not may_share_blocks(path) and is_ours_alone(path):
                     _lengthen(path, size, nbytes)
                     target = self._new_path("free")
@@ -233,10 +236,11 @@ class FilePool:
         return None
 
     def _new_file(self) -> str:
-        """A file of zeros, or a used one that comes meanwhile and can be taken. That is ready at once, and a save that
-        finds none makes its own, in memory that the kernel has to find: 1 GiB took 2 s where a used file takes 0.1."""
+        """A new file of zeros; or a used one, if one can be taken while zeros are written. A used one is ready at once,
+        and a save that finds no file makes its own, in memory that the kernel must first find: 1 GiB then took 2 s,
+        against 0.1 s."""
         os.makedirs(self._folder, exist_ok=True)
-        path, nbytes = self._new_path("free"), self._nbytes  # which a save of another size may change meanwhile
+        path, nbytes = self._new_path("free"), self._nbytes  # a save of another size may change ``_nbytes`` meanwhile
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             for start in range(0, nbytes, _PIECE):
@@ -262,7 +266,8 @@ def _listing(folder: str) -> Iterable[str]:
 
 
 def _lengthen(path: str, size: int, nbytes: int) -> None:
-    """Adds zeros to a file that is too short, by writing: pages of a hole would need blocks when they are stored to."""
+    """Appends zeros to a file that is too short. They are written, because a store to a page in a hole would have to
+    allocate blocks."""
     if size < nbytes:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:

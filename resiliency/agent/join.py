@@ -1,9 +1,9 @@
-"""Makes shard 0 of a step hold the whole step: the shards of the host's other ranks, and the records of all.
+"""Makes shard 0 of a step hold the whole step: it adds the shards of the host's other ranks, and all records.
 
-So a checkpoint of several ranks is one file too, which can be copied elsewhere and resumed from exactly, and the run's
-folder can go when the job has ended (:mod:`resiliency.storage.single_files`). It is done before the step is committed:
-nobody has the file under a name yet, and it never changes again. Bytes are only added behind its end; what was there
-stays, so that a file that was being added to can be cut back (:func:`cut_back`).
+So a checkpoint of several ranks is one file, which can be copied elsewhere and resumed from exactly, and the run's
+folder can be removed when the job has ended (:mod:`resiliency.storage.single_files`). This is done before the step is
+committed, while the file has no name yet; it never changes again. Bytes are only appended and existing ones stay, so
+that an unfinished addition can be cut off (:func:`cut_back`).
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ __all__ = ["cut_back", "join_shards"]
 
 logger = logging.getLogger(__name__)
 
-#: Steps whose ranks have more than this for themselves, in bytes, stay in several files: they would be written twice.
+#: Most bytes of per-rank data; a step with more stays in several files, because joining writes that data twice.
 _MOST_BYTES = 64 << 20
 
 
 def join_shards(tier: LocalTier, step: Manifest, fence: Fence) -> Manifest:
-    """Adds the other shards and the records of a step to shard 0, whose record is written anew.
+    """Appends the other shards and all records of a step to shard 0, and rewrites shard 0's record.
 
-    Call it when all shards are recorded, and before the step is committed. Safe to repeat. Blocks: for reading what
-    the ranks have for themselves, and for writing it once more.
+    Call it when all shards are recorded, and before the step is committed. Safe to repeat. Blocks: while it reads the
+    ranks' own data and writes it once more.
 
     Returns:
-        The step with the new record; as it was when it cannot be one file: it is sharded, or its ranks have too much
-        for themselves, or something is damaged, or the disk is full.
+        The step with the new record. The step unchanged when it cannot be one file: it is sharded, the ranks' own data
+        is too large, something is damaged, or the disk is full.
 
     Raises:
-        OSError, TierError: shard 0 cannot be opened or is not as it was any more, or its record cannot be written; then
+        OSError, TierError: shard 0 cannot be opened or restored to its old size, or its record cannot be written; then
             the step must not be committed.
         AgentError: a later attempt has started.
     """
@@ -63,7 +63,7 @@ def join_shards(tier: LocalTier, step: Manifest, fence: Fence) -> Manifest:
                 return step
             fence.check()
             if os.path.lexists(os.path.join(folder, MANIFEST)):
-                return step  # another agent has committed it meanwhile: the file is what it is
+                return step  # another agent has committed the step meanwhile, so the file must not change
             _append(fd, joined[len(tail) :], first.nbytes)
         except (CorruptShard, OSError) as error:
             logger.info("%s stays a step of several files: %s", folder, error)
@@ -97,10 +97,11 @@ def _append(fd: int, data: bytes, at: int) -> None:
 
 
 def _cut(fd: int, path: str, nbytes: int) -> None:
-    """Cuts a file that nobody reads yet. Nobody has mapped what is cut: the ranks map the storages.
+    """Cuts a file that nobody reads yet back to its recorded size. No process has the cut part mapped: ranks map only
+    the storages.
 
     Raises:
-        OSError: it is as long as it was, and is not what its record says.
+        OSError: the file is shorter than recorded, or cannot be cut.
     """
     size = os.fstat(fd).st_size
     if size > nbytes:
@@ -110,7 +111,7 @@ def _cut(fd: int, path: str, nbytes: int) -> None:
 
 
 def cut_back(tier: LocalTier, listing: StepListing) -> None:
-    """Undoes what a killed agent had begun to add to shard 0 of a step that it has not committed."""
+    """Cuts off what a killed agent had begun to append to shard 0 of a step that it has not committed."""
     record = listing.records.get(0)
     if listing.committed or record is None or not record.replicated or not record.sections:
         return
@@ -125,5 +126,5 @@ def cut_back(tier: LocalTier, listing: StepListing) -> None:
             os.close(fd)
     except OSError as error:
         logger.info("%s: what a killed agent had begun to add cannot be cut off: %s", path, error)
-        return  # the step counts as damaged, older ones are whole
+        return  # the step counts as damaged; older steps are whole
     logger.info("%s: what a killed agent had begun to add is cut off", path)

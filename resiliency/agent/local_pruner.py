@@ -21,7 +21,8 @@ __all__ = ["LocalPruner"]
 
 
 class LocalPruner:
-    """Thread: :meth:`request` from any, :meth:`prune` from one at a time.
+    """Decides which steps are deleted, and deletes them. Thread: :meth:`request` from any, :meth:`prune` from one at a
+    time.
 
     Args:
         config: of this attempt.
@@ -42,7 +43,7 @@ class LocalPruner:
         self._lock = threading.Lock()
 
     def hold(self, hold: Hold) -> None:
-        """Keeps this step and its names until one that follows it is durable."""
+        """Keeps this step and its names until a step that follows it is durable."""
         with self._lock:
             self._held = hold
 
@@ -56,7 +57,7 @@ class LocalPruner:
         return bool(self._requests)
 
     def prune(self) -> None:
-        """Deletes what may be deleted now. A failure is warned of once, and the next call tries again.
+        """Deletes what may be deleted now. The first failure is logged as a warning, and the next call tries again.
 
         Raises:
             AgentError: a later attempt has started.
@@ -69,12 +70,12 @@ class LocalPruner:
             if not durable:
                 return
             newest = max(step.id for step in durable)
-            # Before a save of this attempt is safe nothing goes by its age: the newest may be damaged, and the ranks
-            # may be reading the others.
+            # Until a save of this attempt is durable, nothing is deleted for its age: the newest step may be damaged,
+            # and the ranks may be reading older ones.
             started = any(step.id.of_attempt(self._config.attempt, self._config.token) for step in durable)
             with self._lock:
                 held = self._held.held(durable) if self._held is not None else frozenset()
-                # While a start syncs the steps that it found, a request is also about those whose turn comes later.
+                # While a start syncs the steps that it found, a request also covers those that are not durable yet.
                 due = due_requests(self._requests, durable, held, committed=[step.id for step in committed])
             unfinished = [step.id for step in self._steps.select(lambda step: step.committed is None)]
             kept = self._steps.select(lambda step: step.pins > 0 or (step.committed is not None and not step.durable))
@@ -87,7 +88,7 @@ class LocalPruner:
                 deleted=due,
                 busy=busy,
             )
-            if started:  # no agent of an earlier attempt commits here any more, whatever the number of its step
+            if started:  # agents of earlier attempts commit nothing here any more, whatever their step's number
                 over = [step for step in unfinished if step > newest and step.attempt < self._config.attempt]
                 to_delete += [step for step in over if step not in busy]
         failed = False
@@ -103,7 +104,7 @@ class LocalPruner:
                     tier.address,
                     error,
                 )
-                failed = True  # this one stays, and must not hold up the others
+                failed = True  # this step stays, and the others are still deleted
                 continue
             self._steps.remove(step_id)
             self._report.log_deleted(step_id, tier.name)
@@ -111,7 +112,8 @@ class LocalPruner:
             self._report.recovered("prune")
 
     def _forget_what_is_gone(self) -> None:
-        """Forgets steps whose files are gone: because of them no older step is deleted."""
+        """Forgets the newest steps whose files are gone, so that no older step is deleted because of them; warns
+        once."""
         while durable := self._steps.select(lambda step: step.committed is not None and step.durable):
             newest = durable[-1]
             assert newest.committed is not None
@@ -127,8 +129,8 @@ class LocalPruner:
             )
 
     def _delete_dangling_names(self, newest: StepId, due: Mapping[str, StepId]) -> bool:
-        """Deletes name files that were requested to be deleted while their step is kept (pinned, or under another
-        name), and forgets requests that are done. False when a name could not be deleted."""
+        """Deletes name files whose deletion was requested while their step is kept (pinned, or under another name), and
+        forgets requests that are done. False when a name could not be deleted."""
         worked = True
         committed = [step for step in self._steps.select() if step.committed is not None]
         durable = [step.committed for step in committed if step.durable and step.committed is not None]

@@ -20,10 +20,10 @@ class LocalStep:
 
     Attributes:
         records: known records, by rank.
-        committed: the step, once committed here. On a tier that each host has for itself: this host's part of the step.
+        committed: the step, once committed here; on a tier that each host has for itself, this host's part of it.
         durable: all its files were fsynced; on a ramdisk: it is committed.
-        pins: uploads in progress; the step is not deleted while there are any.
-        began: monotonic time when the save began.
+        pins: number of uploads in progress; a pinned step is not deleted.
+        began: monotonic seconds when the save began.
     """
 
     id: StepId
@@ -35,7 +35,7 @@ class LocalStep:
 
 
 class LocalSteps:
-    """The steps by identity. Thread: any."""
+    """The steps, by identity. Thread: any."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -51,7 +51,7 @@ class LocalSteps:
             return sorted(filter(wanted, self._steps.values()), key=lambda step: step.id)
 
     def add_record(self, record: ShardRecord) -> LocalStep:
-        """Adds a shard's record."""
+        """Adds a shard's record, and returns its step."""
         with self.lock:
             step = self._steps.setdefault(record.id, LocalStep(record.id))
             step.records[record.rank] = record
@@ -72,7 +72,7 @@ class LocalSteps:
                     del self._steps[step.id]
             for listing in found.values():
                 if not listing.readable:
-                    continue  # what is known of it may still be right; what is not known is not deleted
+                    continue  # facts already known may still be right, and an unknown step is not deleted
                 known = self._steps.setdefault(listing.id, LocalStep(listing.id))
                 known.records.update(listing.records)
                 if listing.manifest is not None and known.committed is None:

@@ -1,4 +1,4 @@
-"""The messages between trainer and host agent. Each is a frozen dataclass; a save is identified by its StepId.
+"""The messages between trainer and host agent: frozen dataclasses, in which a StepId identifies a save.
 
 Trainer to agent: :class:`Hello` first, then any of :data:`Request`. Agent to trainer: :class:`Welcome` or
 :class:`Refused`, then any of :data:`Notice`.
@@ -49,7 +49,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Hello:
-    """A rank has connected.
+    """A rank has connected; the first message of a connection.
 
     Attributes:
         version: the rank's protocol version.
@@ -64,7 +64,7 @@ class Hello:
 
 @dataclass(frozen=True, kw_only=True)
 class SealedFile:
-    """A completely written shard file, in its step's folder.
+    """A completely written shard file in its step's folder.
 
     Attributes:
         shard: number of the shard.
@@ -83,12 +83,12 @@ class SealedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Seal:
-    """What this rank writes of a save is completely written: record it.
+    """This rank has completely written its part of a save, and asks the agent to record it.
 
     Attributes:
         id: the save.
-        files: the files this rank has written, or whose last part it has written; the one of its own shard is last.
-        share_inode: of the file that ``share`` is in, shard 0 of the step; 0 without a share.
+        files: files that this rank has written, or whose last part it has written; that of its own shard is last.
+        share_inode: inode of shard 0 of the step, the file that ``share`` is in; 0 without a share.
         share, replicated, plan, names, supersedes, created, info, job, tiers, exact: as in
             :class:`~resiliency.storage.manifest.ShardRecord`.
     """
@@ -108,7 +108,8 @@ class Seal:
     exact: bool = True
 
     def record(self, file: SealedFile, *, run: str, node: str, world_size: int, own: bool = True) -> ShardRecord:
-        """The record of one of its files. ``own``: it is the shard of the rank that sealed, not its host's shard 0."""
+        """The record of one of the sealed files. ``own``: the file is the sealing rank's shard, not its host's copy of
+        shard 0."""
         return ShardRecord(
             id=self.id,
             run=run,
@@ -137,8 +138,8 @@ class Prepare:
     """Saves will need files of this size: prepare some.
 
     Attributes:
-        nbytes: size of a file.
-        count: how many the rank would like to have; the agent may keep fewer.
+        nbytes: size of a file in bytes.
+        count: number of files that the rank would like; the agent may keep fewer.
     """
 
     nbytes: int
@@ -147,10 +148,10 @@ class Prepare:
 
 @dataclass(frozen=True, kw_only=True)
 class GiveUp:
-    """A part of this save will never be written: nobody need wait for it, and what there is of it can go.
+    """A part of this save will never be written: stop waiting for it, and delete the rest.
 
     Attributes:
-        reason: text for the log of the other ranks.
+        reason: text for the logs of the other ranks.
     """
 
     id: StepId
@@ -184,7 +185,7 @@ class Rescan:
     """The trainer has added files to the local tier (a restore): list it again.
 
     Attributes:
-        loaded: the step it has restored, which stays until a save that follows it is durable; None: nothing to keep.
+        loaded: the restored step, kept until a save that follows it is durable; None: nothing to keep.
         line: line of descent of the saves to come.
     """
 
@@ -211,10 +212,10 @@ class Flush:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """Tell this rank of all work for this save, in :class:`Traced` messages.
+    """Asks for :class:`Traced` messages about all work for this save.
 
     Attributes:
-        end: no more; the answer is :class:`TraceEnded`, behind the work that is queued on the local tier.
+        end: stop sending; the answer is :class:`TraceEnded`, after the work that is queued on the local tier.
     """
 
     id: StepId
@@ -226,7 +227,7 @@ class Bye:
     """The rank is about to disconnect in order, and will not connect again.
 
     Attributes:
-        finished: its job has come to its end; False after an exception.
+        finished: the job has finished; False after an exception.
     """
 
     finished: bool = True
@@ -244,7 +245,7 @@ class Welcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """The answer to :class:`Hello` of an agent that does not serve this job."""
+    """The answer to :class:`Hello` from an agent that does not serve this job."""
 
     reason: str
 
@@ -278,8 +279,8 @@ class Failed:
 
     Attributes:
         reason: text for the log.
-        retrying: the agent tries again; a later message has the outcome.
-        gave_way: it was not sent to a remote tier, because a newer save is to go there.
+        retrying: the agent will try again; a later message has the outcome.
+        gave_way: the save was not sent to a remote tier, because a newer save is to go there instead.
     """
 
     id: StepId
@@ -294,7 +295,7 @@ class NameRefused:
     """The save does not get one of its names on a tier; it is committed without it.
 
     Attributes:
-        reason: text for the log: another run has the name, or something stands there that is not ours.
+        reason: text for the log: another run has the name, or a file of somebody else has it.
     """
 
     id: StepId
@@ -308,7 +309,7 @@ class FileReady:
     """A prepared file, whose pages are in memory: the next save may move it into its step.
 
     Attributes:
-        path, inode, nbytes: of the file. "" and 0: none can be prepared, for which nobody should wait.
+        path, inode, nbytes: of the file; "" and 0: the agent can prepare none, so do not wait for one.
     """
 
     path: str

@@ -38,7 +38,7 @@ def unpack(line: bytes) -> Message:
         fields = json.loads(line)
         kind = _KINDS[fields.pop("type")]
         if kind is Hello and fields["version"] != PROTOCOL_VERSION:
-            # Its other fields may differ in that version; the server refuses the message because of its version.
+            # The other fields may differ in that version; the server refuses the message because of its version.
             return Hello(version=int(fields["version"]), rank=int(fields["rank"]), config=None)
         found: Message = from_jsonable(kind, fields)
         return found

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class RemotePruner:
-    """Prunes one remote tier for one run. Thread: :meth:`request` from any, :meth:`prune` from one.
+    """Prunes one remote tier for one run. Thread: :meth:`request` and :meth:`hold` from any, :meth:`prune` from one.
 
     Args:
         config: of this attempt. Only the agent that serves rank 0 prunes, so that agents do not race each other.
@@ -43,16 +43,16 @@ class RemotePruner:
         self._requested.update(requests)
 
     def hold(self, hold: Hold) -> None:
-        """Keeps this step and its names until one that follows it is committed on this tier."""
+        """Keeps this step and its names until a step that follows it is committed on this tier."""
         self._held = hold
 
     def prune(self, tier: Tier, sent: StepId) -> None:
-        """Deletes what may be deleted. Call after a step was ``sent``: older steps are deleted only when a newer one is
-        committed. What a later attempt has saved stays: on a host with a folder of its own nothing else tells this one
-        that its time is over.
+        """Deletes what may be deleted. Call it after a step was ``sent``, because older steps are deleted only when a
+        newer one is committed. Steps of a later attempt stay: on a host with a folder of its own, the fence does not
+        see that a later attempt has started.
 
-        Blocks: one listing, a read per manifest, a delete per file. A failure of the tier is logged, and the next call
-        tries again.
+        Blocks: for a listing, a read per manifest, and a delete per file. A failure of the tier is logged, and the next
+            call tries again.
         """
         if 0 not in self._config.local_ranks:
             return

@@ -1,9 +1,10 @@
 """The agent process: a unix socket, one thread per trainer rank; exits after the last rank disconnects.
 
-Started by the first rank (:mod:`resiliency.agent._command`) in its own session, at lower CPU priority. A rank has
-disconnected when its process has died, whoever still holds its socket. After the last one the agent finishes the sealed
-saves, for up to ``drain_s``, and exits; if no rank connects it exits after 30 seconds. The socket is in Linux' abstract
-namespace, so a killed agent leaves no file. Binding its address is the lock that keeps a second agent from serving the
+The first rank starts it (:mod:`resiliency.agent._command`), in its own session and at lower CPU priority. A rank counts
+as disconnected when its process has died, even if a child still holds its socket. After the last rank the agent
+finishes the sealed saves, for up to ``drain_s``, and exits; if no rank connects, it exits after 30 seconds. The socket
+is in Linux' abstract namespace, so a killed agent leaves no file. Binding its address is the lock that keeps a second
+agent from serving the
 same directory.
 """
 
@@ -34,21 +35,21 @@ logger = logging.getLogger(__name__)
 #: Exit status when another agent already serves this directory.
 EXIT_TAKEN = 3
 _FIRST_CLIENT_S = 30.0
-#: The end of a connection is seen before that of the process.
+#: Seconds to wait for the death of a process whose connection has ended; the kernel closes connections first.
 _DEATH_S = 0.2
-#: How long ranks of an earlier attempt may stay connected before a new attempt is refused.
+#: Seconds that ranks of an earlier attempt may stay connected before a new attempt is refused.
 _OLD_CLIENTS_S = 20.0
 
 
 class AgentServer:
-    """Accepts ranks and hands their messages to a :class:`HostAgent`. Thread: :meth:`run` on the main one."""
+    """Accepts ranks and passes their messages to a :class:`HostAgent`. Thread: :meth:`run` on the main thread."""
 
     def __init__(self, config: AgentConfig) -> None:
         self.config = config
         self._lock = threading.Condition()
         self._starting = threading.Lock()
         self._clients: dict[int, socket.socket] = {}
-        #: Connections that have ended, of processes of which it is not known yet whether they die.
+        #: Number of connections that have ended while it is not known yet whether the rank's process dies.
         self._ending = 0
         self._agent: HostAgent | None = None
         self._had_client = False
@@ -64,7 +65,8 @@ class AgentServer:
         self._listener.listen(128)
 
     def run(self) -> None:
-        """Serves until the last rank has disconnected and the work is done, at most ``drain_s`` later."""
+        """Serves until the last rank has disconnected and the work is done, at most ``drain_s`` later. Blocks: until
+        then."""
         try:
             self._run()
         finally:
@@ -93,13 +95,14 @@ class AgentServer:
                     self.config.drain_s,
                 )
             with self._starting:
-                # A new attempt may have connected meanwhile, or be connecting: stop listening only without clients.
+                # Ranks of a new attempt may have connected meanwhile, or may be connecting: the server ends only
+                # without clients.
                 with self._lock:
                     if self._clients:
                         continue
                 self._ended = True
                 if self._agent is not None:
-                    self._agent.close()  # while the address is held: what it does at its end is done alone
+                    self._agent.close()  # while the address is held, so that no other agent starts meanwhile
                 _shut(self._listener)
                 return
 
@@ -137,7 +140,7 @@ class AgentServer:
             # Boundary: a bad message or a broken connection ends this connection only.
             logger.warning("connection of rank %s ended: %s", rank, error)
             if rank is None and same_user:
-                _refuse(connection, str(error))  # a trainer of another version learns why
+                _refuse(connection, str(error))  # tells a trainer of another version why
         finally:
             self._disconnected(rank, connection)
 
@@ -158,10 +161,11 @@ class AgentServer:
             reason = f"the agent has protocol version {PROTOCOL_VERSION}, rank {rank} has {message.version}"
             connection.sendall(pack(Refused(reason=reason)))
             return None
-        # One Hello at a time. Not under the clients' lock: an agent being closed still sends messages, which needs it.
+        # Handles one Hello at a time. Not under the clients' lock, which an agent that is being closed needs for its
+        # messages.
         with self._starting:
             if self._ended:
-                return None  # the rank starts the next agent, as if it had come a moment later
+                return None  # the rank starts the next agent, as if it had connected a moment later
             with self._lock:
                 gone = self._lock.wait_for(
                     lambda: not self._clients or self.config.token == config.token, _OLD_CLIENTS_S
@@ -179,12 +183,12 @@ class AgentServer:
             except (AgentError, TierError, OSError) as error:
                 connection.sendall(pack(Refused(reason=str(error))))
                 with self._lock:
-                    # A job that is refused is refused for good, so that nobody else is to be waited for.
+                    # This job is refused for good, so there is no other rank to wait for.
                     self._had_client |= isinstance(error, AgentError)
                     self._lock.notify_all()
                 return None
             with self._lock:
-                connection.sendall(pack(Welcome(pid=os.getpid())))  # before any notice, which registering lets through
+                connection.sendall(pack(Welcome(pid=os.getpid())))  # before the rank is registered for notices
                 self._clients[rank] = connection
                 self._had_client = True
                 self._lock.notify_all()
@@ -204,7 +208,7 @@ class AgentServer:
         events = EventWriter(run=config.run, attempt=config.attempt, rank=-1, host=config.node, sinks=(sink,))
         events.emit(EventKind.AGENT_STARTED, pid=os.getpid())
         self._agent = None
-        # A rank that has lost agents too often does the work itself, while this agent serves the others.
+        # A rank that has lost agents too often does its agent's work itself, while this agent serves the other ranks.
         own = [embedded_address(config.address, rank) for rank in config.local_ranks if len(config.local_ranks) > 1]
         agent = HostAgent(config, self._send, events, only_agent=lambda: not (own and held(own)))
         try:
@@ -235,7 +239,8 @@ class AgentServer:
             logger.debug("rank %d has disconnected; %s was not sent", rank, type(message).__name__)
 
     def _tell_if_lost(self, rank: int, peer: Peer, connection: socket.socket) -> None:
-        """A rank has hung up. It is none of the clients from now on: one that goes on in its process connects again."""
+        """Handles a rank that has hung up: writes an event if its process dies. The rank is removed from the clients
+        first, because one whose process goes on in the next attempt connects again."""
         with self._lock:
             agent = self._agent if self._clients.get(rank) is connection else None
             self._ending += 1
@@ -279,8 +284,8 @@ def _check_user(user: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """The agent process. Arguments: its settings as JSON, and the file descriptor that gets one byte when ranks can
-    connect."""
+    """Runs the agent process and returns its exit status. Arguments: the settings as JSON, and the file descriptor to
+    which one byte is written when ranks can connect."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s pid=%(process)d: %(message)s")
     faultpoints.hit("agent.start")
     ready = int(arguments[1])

@@ -1,6 +1,6 @@
 """Sends one host's part of a committed step to a remote tier: shards, records, and after the last one the manifest.
 
-Each block is checked against its digest while it is read, so that damage in memory or on the local disk is not
+Each block is compared with its digest while it is read, so that damage in memory or on the local disk is not
 uploaded. No retries here: :mod:`resiliency.agent.uploader` decides what to send and when to try again.
 """
 
@@ -33,16 +33,17 @@ def send_step(
     fence: Fence,
     refused: Callable[[str, str], None],
 ) -> bool:
-    """Sends shards and records, then the manifest and the names if no other host's record is missing.
+    """Sends shards and records, then, once the records of all hosts are on the tier, the manifest and the names.
 
-    Safe to repeat. Two hosts that finish at the same moment both write the manifest, with the same bytes.
+    Safe to repeat. Two hosts that finish at the same moment both write the manifest, with the same bytes. Blocks: until
+    all is sent.
 
     Args:
         records: of this host's shards; may be empty.
-        world_size: shards of the step, used when ``records`` is empty.
-        path: local path of a shard file, by file name.
+        world_size: number of shards of the step, used when ``records`` is empty.
+        path: returns the local path of a shard file, given its file name.
         fence: of this attempt.
-        refused: called with each name that the step does not get, and why.
+        refused: called with (name, reason) for each name that the step does not get.
 
     Returns:
         True when the step is committed on the tier, False while other hosts are still sending.
@@ -63,7 +64,7 @@ def send_step(
         faultpoints.hit("agent.upload.record", rank=record.rank)
         fence.check()
         tier.put_bytes(prefix + record_file(record.rank), json.dumps(record.to_dict()).encode())
-    # The job may have another number of ranks now than when this step was saved.
+    # The job may have had another number of ranks when this step was saved.
     gathered = _gather_records(tier, prefix, records, records[0].world_size if records else world_size)
     if gathered is None:
         return False
@@ -82,7 +83,7 @@ def send_step(
 def _gather_records(
     tier: Tier, prefix: str, records: Sequence[ShardRecord], world_size: int
 ) -> list[ShardRecord] | None:
-    """The records of all ranks, or None while one is not on the tier yet or cannot be read."""
+    """The records of all ranks; None while one is not on the tier or cannot be read."""
     known = {record.rank: record for record in records}
     for rank in range(world_size):
         if rank not in known:
@@ -108,7 +109,7 @@ def has_step(tier: Tier, run: str, step: StepId) -> bool:
 
 
 class _BlockChecker:
-    """Called with the bytes of a shard file, in order and in pieces of any size; compares each block with its digest.
+    """Compares each block with its digest; called with the bytes of a shard file in order, in pieces of any size.
 
     Raises:
         CorruptShard: a block does not match.
@@ -135,7 +136,7 @@ class _BlockChecker:
                 self._index, self._digest = self._index + 1, new_digest()
 
     def finish(self) -> None:
-        """Call after the last piece: a file that ends within a block was compared only up to the block before.
+        """Call after the last piece, because a block that is cut off was not compared.
 
         Raises:
             CorruptShard: bytes are missing.

@@ -1,8 +1,8 @@
-"""Decides what to send to one remote tier and when: one step that waits, retries with growing pauses, giving up.
+"""Decides what to send to one remote tier and when: one waiting step, retries with growing pauses, giving up.
 
 :mod:`resiliency.agent.step_sender` sends a step, :mod:`resiliency.agent.remote_pruner` deletes old ones. A tier that is
-down is tried again for as long as the agent runs; training never waits for it. Each step that is to be sent is kept on
-the local tier, which may be memory. So besides the step that is being sent only the newest one waits, whether the tier
+down is retried for as long as the agent runs; training never waits for it. A step to be sent stays on the local tier,
+which may be memory. So besides the step that is being sent only the newest one waits, whether the tier
 is down, slow or hangs; older ones give way to it.
 """
 
@@ -41,17 +41,18 @@ _LONGEST_PAUSE_S = 60.0
 
 
 class UploadOutcome(str, Enum):
-    """The outcome of uploading one step to one remote tier. Only RETRYING is followed by another one of that step."""
+    """The outcome of uploading one step to one remote tier. Only RETRYING is followed by another outcome of that
+    step."""
 
     #: The step is committed on the tier.
     DURABLE = "durable"
     #: This host's part is on the tier and another host will commit the step, or the step was committed before.
     PARTIAL = "partial"
-    #: The tier failed; it is tried again.
+    #: The tier failed; the upload is retried.
     RETRYING = "retrying"
-    #: Given up.
+    #: The upload was given up.
     FAILED = "failed"
-    #: Not sent, because a newer step is to go to the tier.
+    #: Not sent, because a newer step is to go to the tier instead.
     GAVE_WAY = "gave way"
     #: The agent exits; the next start resumes the upload of the newest step.
     INTERRUPTED = "interrupted"
@@ -67,7 +68,7 @@ class _Upload:
 
 
 #: Called with ``(tier, step, outcome, reason)`` on any thread; must not block. The reason is a log text. The ranks are
-#: notified, and warn where the user looks; the agent's own log has it as information.
+#: notified and warn where the user looks; the agent's own log has the reason at level INFO.
 Report = Callable[[TierSpec, StepId, UploadOutcome, str], None]
 
 
@@ -79,7 +80,7 @@ class Uploader:
     Args:
         config: of this attempt.
         spec: of the tier.
-        path: local path of a step's shard file.
+        path: returns the local path of a step's shard file.
         report: called with each outcome.
         reporter: writes the events.
         fence: of this attempt.
@@ -106,7 +107,7 @@ class Uploader:
         self._waiting: _Upload | None = None
         self._tier: Tier | None = None
         self._down_since: float | None = None
-        self._sent: StepId | None = None  # the last one that this attempt has committed there
+        self._sent: StepId | None = None  # the last step that this attempt has committed on the tier
         self._pruner = RemotePruner(config, spec, reporter, fence)
 
     @property
@@ -131,7 +132,7 @@ class Uploader:
     def submit(self, step: StepId, records: Sequence[ShardRecord], *, only_if_missing: bool = False) -> None:
         """Queues this host's shards of a committed step. The step must stay on the local tier until its last outcome.
 
-        One step waits at most: of two the older gives way.
+        At most one step waits: of two, the older one gives way.
 
         Args:
             only_if_missing: send nothing when the step is already committed on the tier.
@@ -139,14 +140,14 @@ class Uploader:
         upload = _Upload(step, records, only_if_missing)
         with self._lock:
             before = self._waiting
-            # An agent may learn late of a step that another one has committed.
+            # An agent may learn late that another agent has committed a step.
             self._waiting = upload if before is None or before.step <= step else before
             newest = self._waiting.step
             self._lock.notify_all()
         if before is None:
             self._worker.submit(self._upload_next)
         elif before.step == step:
-            self._report(self.spec, step, UploadOutcome.PARTIAL, "")  # queued already
+            self._report(self.spec, step, UploadOutcome.PARTIAL, "")  # it is queued already
         else:
             self._give_way(min(before.step, step), newest)
 
@@ -155,12 +156,13 @@ class Uploader:
         self._pruner.request(requests)
         with self._lock:
             sent = self._sent
-        # Else the next upload does it; that of the step they wait for may be over already, and the last of the job.
+        # Otherwise the next upload deletes them; here the upload of the awaited step is over, and may have been the
+        # last one.
         if sent is not None and any(request.is_due(sent) for request in requests.values()):
             self._worker.submit(partial(self._prune, sent))
 
     def hold(self, hold: Hold) -> None:
-        """Keeps the step that the job stands on, see :class:`Hold`."""
+        """Keeps the step that the job was restored from, see :class:`Hold`."""
         self._pruner.hold(hold)
 
     def holds(self, step: StepId) -> bool:
@@ -176,8 +178,8 @@ class Uploader:
     # -- on the uploader's thread -------------------------------------------------------------------------------
 
     def _upload_next(self) -> None:
-        """Sends the oldest waiting step, with retries after growing pauses, until it is sent, gives way to a newer one,
-        is given up, or the agent exits."""
+        """Sends the waiting step, with retries after growing pauses, until it is sent, gives way to a newer one, is
+        given up, or the agent exits."""
         pause = _FIRST_PAUSE_S
         upload = self._take()
         while upload is not None and not self._closing.is_set():
@@ -229,8 +231,8 @@ class Uploader:
             self._pruner.prune(self._open(), sent)
 
     def _newest_after_pause(self, upload: _Upload, pause: float) -> _Upload:
-        """Waits, and returns what to try next: the newest step. The others, one after the other as they become older,
-        are given up at once, so that the local tier need not keep them."""
+        """Waits for ``pause`` seconds, and returns the newest step, which is tried next. Older steps give way as soon
+        as a newer one comes, so that the local tier need not keep them."""
         deadline = time.monotonic() + pause
         while True:
             with self._lock:
@@ -247,7 +249,7 @@ class Uploader:
         if self._tier is None:
             options: dict[str, Any] = {}
             if local_path(self.spec.address) is None:
-                # The tier's own retries stop pausing when the uploader is closed.
+                # Closing the uploader ends the pauses between the tier's own retries.
                 options = {"storage_options": dict(self.spec.storage_options or {}), "pause": self._closing.wait}
             self._tier = open_tier(self.spec.address, name=self.spec.name, **options)
         return self._tier
@@ -273,7 +275,7 @@ class Uploader:
         self._report(self.spec, step, UploadOutcome.GAVE_WAY, reason)
 
     def _report_down(self, step: StepId, error: Exception, pause: float) -> None:
-        """Reports a failure that will be retried; once, until the tier works again."""
+        """Reports a failure that will be retried: once, until the tier works again."""
         if self._down_since is not None:
             return
         self._down_since = time.monotonic()

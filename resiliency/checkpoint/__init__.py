@@ -1,4 +1,4 @@
-"""The checkpoint engine: the classes that users of plain torch pass or get.
+"""The checkpoint engine: the classes that users of plain torch use.
 
 The names below are loaded when first used (PEP 562), so that importing this package does not import torch.
 """

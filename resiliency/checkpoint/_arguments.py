@@ -1,4 +1,4 @@
-"""Checks users' arguments; errors say what to pass instead. Pure."""
+"""Checks users' arguments; each error says what to pass instead. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["checked_info", "checked_names", "checked_step", "refuse_same_folder"
 
 
 def checked_step(step: Any) -> int:
-    """A step number. Raises TypeError or ConfigError."""
+    """The step number, checked. Raises TypeError or ConfigError."""
     if isinstance(step, bool) or not isinstance(step, int):
         raise TypeError(f"step is a {type(step).__name__}; pass an int such as trainer.global_step")
     if step < 0:
@@ -24,7 +24,7 @@ def checked_step(step: Any) -> int:
 
 
 def checked_names(what: str, names: Iterable[Any]) -> tuple[str, ...]:
-    """Names relative to the directory. Raises TypeError or ConfigError."""
+    """Names relative to the directory, checked. Raises TypeError or ConfigError."""
     if isinstance(names, (str, bytes, os.PathLike)) or not isinstance(names, Iterable):
         raise TypeError(f"{what} is a {type(names).__name__}; pass a list of names such as ['step=100.ckpt']")
     checked = []
@@ -46,7 +46,7 @@ def checked_names(what: str, names: Iterable[Any]) -> tuple[str, ...]:
 
 
 def checked_info(info: Any) -> dict[str, Any]:
-    """Facts for listings. Raises TypeError."""
+    """Facts for listings, checked to be JSON and copied. Raises TypeError."""
     if info is None:
         return {}
     if not isinstance(info, Mapping):
@@ -60,7 +60,7 @@ def checked_info(info: Any) -> dict[str, Any]:
 
 
 def refuse_same_folder(directory: str, addresses: Sequence[str]) -> None:
-    """Refuses a remote tier in the folder of the local one, because two retentions would apply. Raises ConfigError."""
+    """Refuses a remote tier in the local tier's folder, because two retentions would apply. Raises ConfigError."""
     for address in addresses:
         path = local_path(address)
         if path is not None and os.path.realpath(path) == os.path.realpath(directory):

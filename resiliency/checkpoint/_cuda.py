@@ -1,7 +1,7 @@
 """Copies CUDA tensors to page-locked memory on a side stream. At the fence the compute stream waits, not the CPU.
 
-The memory belongs to this process and is used again by the next save: registering each shard file as page-locked would
-take as long as a copy.
+The page-locked memory belongs to this process, and the next save uses it again: registering each shard file as
+page-locked would take as long as a copy.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class DeviceCopies:
             self._events.append((device, event))
 
     def fence(self) -> None:
-        """Makes further work of the compute streams wait for the copies. Blocks: no."""
+        """Makes later work of the compute streams wait for the copies. Blocks: no."""
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
 
     def wait(self) -> None:
-        """Blocks until the bytes are in host memory."""
+        """Blocks until all bytes are in host memory."""
         for _, event in self._events:
             event.synchronize()
         self._pairs.clear()
@@ -55,7 +55,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream per device for the life of the process."""
+    """The copy stream of a device: one for the life of the process."""
     stream = _streams.get(device)
     if stream is None:
         stream = _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
-"""Lets a late copy end before Python code takes the memory away that it reads.
+"""Lets a late copy finish before Python code frees the memory that it reads.
 
-``storage.resize_(0)`` (which sharding and offloading code calls to free a tensor's memory) gives the memory back to the
-system while the copy thread reads it, which would end the process with SIGSEGV. Nothing can be asked of a storage that
-would keep its memory. So the method is wrapped while a copy is pending, and at no other time: it first helps with the
-copies that read this storage. What resizes a storage without this method (torch's C++ code) is not noticed.
+``storage.resize_(0)`` (which sharding and offloading code calls to free a tensor's memory) returns the memory to the
+system while the copy thread may be reading it, which would end the process with SIGSEGV. A storage offers no way to
+keep its memory. So, while a copy is pending and at no other time, the method is wrapped: it first helps with the copies
+that read this storage. Code that resizes a storage without this method (torch's C++ code) is not noticed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["LetsGo", "guard", "release"]
 
 
 class LetsGo(Protocol):
-    """Reads memory of tensors in the background."""
+    """Reads the memory of tensors in the background."""
 
     def let_go(self, storage: UntypedStorage) -> None:
-        """Returns when it does not read the memory of this storage any more. Thread: any."""
+        """Returns once this reader no longer reads the storage's memory. Thread: any. Blocks: until then."""
 
 
 _storage_class: Any = UntypedStorage  # torch does not annotate it
@@ -36,7 +36,7 @@ def _resize_when_let_go(self: UntypedStorage, *args: Any) -> Any:
 
 
 def guard(reader: LetsGo) -> None:
-    """Has ``reader`` asked before memory is taken away. Thread: any."""
+    """From now on calls ``reader.let_go`` before a storage's memory is freed. Thread: any."""
     with _lock:
         _guarded[id(reader)] = reader
         _storage_class.resize_ = _resize_when_let_go
@@ -46,4 +46,4 @@ def release(reader: LetsGo) -> None:
     """Ends :func:`guard`. Idempotent. Thread: any."""
     with _lock:
         if _guarded.pop(id(reader), None) is not None and not _guarded:
-            del _storage_class.resize_  # the class has inherited its own
+            del _storage_class.resize_  # restores the method that the class inherits

@@ -1,4 +1,4 @@
-"""Which ranks are on one host: those that reach one agent and see one folder, whatever they call it."""
+"""Finds which ranks share a host: those that can reach the same agent and see the same folder, whatever its name."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ __all__ = ["host_names", "place_of"]
 
 
 def place_of(directory: str) -> str:
-    """Tells this host and its folder from others of the same name: two pods on one machine are often both called by its
-    name (``NODE_NAME``), and have neither their agents' sockets nor their folders in common.
+    """A text that identifies this host and its folder, because the name may not: two pods on one machine often both
+    have the machine's name (``NODE_NAME``), but share neither their agents' sockets nor their folders.
 
     Raises:
-        OSError: the folder is not there.
+        OSError: the folder does not exist.
     """
     found = os.stat(directory)
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
-        network = os.stat("/proc/self/ns/net").st_ino  # abstract sockets are of a network namespace
+        network = os.stat("/proc/self/ns/net").st_ino  # abstract sockets belong to a network namespace
     except OSError:
         boot, network = "", 0
     return f"{boot}:{network}:{found.st_dev}:{found.st_ino}"
 
 
 def host_names(named: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """One name for each host. Pure.
+    """Gives each host a unique name. Pure.
 
     Args:
         named: (name, place) of each rank's host.
 
     Returns:
-        For each rank its host's name; where a name is used at several places, the first in order of ranks keeps it, and
-        the others get a number: "node", "node.2", "node.3".
+        The name of each rank's host, by rank. Where hosts share a name, the first in rank order keeps it, and the
+        others get a number: "node", "node.2", "node.3".
     """
     taken = {name for name, _ in named}
     names: dict[tuple[str, str], str] = {}

@@ -1,4 +1,4 @@
-"""Views of memory at an address, and the sizes of the pages of a mapped file.
+"""Makes views of memory at an address, and tells small from huge pages of a mapped file.
 
 An fsync write-protects all pages, so the next store to each page faults. The cost depends on how the pages were
 created. Created by faults or by small writes, they cost one fault per 4 KiB (ext4 of Linux 6.18, 512 MiB: 63 to 79 ms,
@@ -14,10 +14,10 @@ from typing import Any
 
 __all__ = ["has_small_pages", "page_faults", "view"]
 
-#: Pages are small when there is more than one fault per this many bytes.
+#: Pages count as small when stores cause more than one fault per this many bytes.
 _SMALL = 64 * 1024
 
-# Not a ctypes array: a new array type for each length takes ten times as long as the view.
+# Not a ctypes array, because making an array type for each length takes ten times as long as making the view.
 _from_memory = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
@@ -25,16 +25,18 @@ _WRITABLE = 0x200  # PyBUF_WRITE
 
 
 def view(address: int, nbytes: int) -> memoryview:
-    """``nbytes`` bytes from ``address`` on, writable, not copied. They must stay mapped while the view is used."""
+    """A writable view of ``nbytes`` bytes at ``address``, without a copy. They must stay mapped while the view is
+    used."""
     made: Any = _from_memory(address, nbytes, _WRITABLE)
     return made  # type: ignore[no-any-return]
 
 
 def page_faults() -> int:
-    """Page faults of the calling thread so far."""
+    """Number of page faults of the calling thread so far."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
 
 def has_small_pages(faults: int, nbytes: int) -> bool:
-    """Whether storing ``nbytes`` bytes with ``faults`` faults means small pages. False when nothing was stored."""
+    """True when storing ``nbytes`` bytes with ``faults`` faults means that pages are small; False when nothing was
+    stored."""
     return faults * _SMALL > nbytes

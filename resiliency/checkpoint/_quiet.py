@@ -1,11 +1,12 @@
-"""Asks the main thread how often tensors were changed, at a moment when it runs none of torch's kernels.
+"""Asks the main thread how often tensors were changed in place, at a moment when it runs no torch kernel.
 
-Torch counts a change in place when its kernel ends. So a count that has not moved proves nothing while a kernel may be
-running. None runs between two byte codes of the thread that changes tensors, and the interpreter offers such moments to
-C programs: what is passed to ``Py_AddPendingCall`` runs on the main thread, as soon as that is between two byte codes.
+Torch counts a change in place when its kernel ends, so an unchanged count proves nothing while a kernel may be running.
+No kernel runs between two byte codes of the thread that changes tensors, and the interpreter offers such moments to C
+programs: a function passed to ``Py_AddPendingCall`` runs on the main thread as soon as that thread is between two byte
+codes.
 
-The call is made of functions written in C alone, so that it is no place where a signal's handler runs: what that raises
-(KeyboardInterrupt) would be lost in it.
+The call consists only of functions written in C, so that no signal handler runs inside it: an exception of a handler
+(KeyboardInterrupt) would be lost there.
 """
 
 from __future__ import annotations
@@ -23,39 +24,40 @@ from torch import Tensor
 __all__ = ["Question", "can_ask"]
 
 _VERSION = operator.attrgetter("_version")
-#: Imported by the first torch.compile. Compiled code counts what its kernels change when all of them are done, and is
-#: at byte codes in between.
+#: Module imported by the first torch.compile. Compiled code counts the changes of its kernels only after all of them,
+#: and runs byte codes in between, so the counts cannot be trusted.
 _COMPILED = "torch._functorch.aot_autograd"
 
 
 def can_ask() -> bool:
-    """True on the thread that answers."""
+    """True on the main thread, which is the one that answers."""
     return threading.current_thread() is threading.main_thread()
 
 
 class Question:
-    """The counts of changes in place of some tensors, at a moment between two byte codes of the main thread.
+    """The change counts of some tensors, at a moment between two byte codes of the main thread.
 
-    Thread: any; asked by the constructor, which does not block.
+    Thread: any. The constructor asks, and does not block.
 
     Args:
-        tensors: none of them an inference tensor, which has no count.
-        wake: called on the main thread with None when the answer is there; must be written in C and take no lock that
-            the main thread may hold (``queue.SimpleQueue.put``).
+        tensors: no inference tensors, because those have no count.
+        wake: called on the main thread with None when the answer is there. It must be written in C and take no lock
+            that the main thread may hold (``queue.SimpleQueue.put``).
     """
 
-    #: The interpreter holds no reference to what it is to call.
+    #: Open questions, kept referenced here, because the interpreter holds no reference to the function it will call.
     _open: list[Question] = []  # noqa: RUF012 - of all threads
 
     def __init__(self, tensors: Sequence[Tensor], wake: Callable[[None], None]) -> None:
         self._count = len(tensors)
         self._found: list[int] = []
         steps = chain(map(self._found.append, map(_VERSION, tensors)), map(wake, (None,)))
-        # Each step returns None, so that the count is 0, which tells the interpreter that all went well.
+        # All steps return None, so countOf finds no True and returns 0, which tells the interpreter that the call
+        # succeeded.
         self._call = ctypes.PYFUNCTYPE(ctypes.c_int)(partial(operator.countOf, steps, True))
         type(self)._open = [asked for asked in self._open if not asked._answered] + [self]
         if ctypes.pythonapi.Py_AddPendingCall(self._call, None) != 0:
-            self._open.remove(self)  # it takes no more than 32; then only the fence can tell
+            self._open.remove(self)  # the interpreter's queue of 32 calls is full; then only the fence can decide
 
     @property
     def _answered(self) -> bool:

@@ -1,14 +1,14 @@
-"""Shard files mapped into memory, one for each save.
+"""Shard files mapped into memory, one per save.
 
 A file belongs to one step for ever: it is made in the step's folder, and nobody writes to it once it is sealed. The
-first touch of a page takes ten times as long as a later copy, so the agent prepares files whose pages are in memory
-already (:mod:`resiliency.agent.file_pool`), and a save moves one into its step. The ranks of a host that write one file
-together open it by its path in the step; the first makes it. Disk blocks are allocated before a file is mapped, because
-a store into a hole on a full disk raises SIGBUS.
+first touch of a page takes ten times as long as a later copy, so the agent prepares files whose pages are already in
+memory (:mod:`resiliency.agent.file_pool`), and a save moves one into its step. The ranks of a host that write one file
+together open it by its path in the step; the first one makes it. Disk blocks are allocated before a file is mapped,
+because a store into a hole on a full disk raises SIGBUS.
 
-On a ramdisk each process faults once per 4 KiB the first time it stores into a file, whoever has made its pages:
-512 MiB take 464 to 798 ms where a copy takes 181 to 354, and 192 to 217 once the pages are in the process's tables. A
-background thread puts them there when the agent has prepared a file.
+On a ramdisk each process faults once per 4 KiB when it first stores into a file, even if another process has made the
+pages: 512 MiB take 464 to 798 ms where a copy takes 181 to 354, and 192 to 217 once the pages are in the process's page
+tables. A background thread enters them there when the agent has prepared a file.
 
 Threads: any.
 """
@@ -39,14 +39,15 @@ logger = logging.getLogger(__name__)
 
 _MADV_DONTFORK = 10
 _MADV_POPULATE_WRITE = 23
-#: Bytes whose pages are made at once.
+#: Bytes whose pages are mapped per call.
 _POPULATE = 16 << 20
-#: Of the thread that does it. It is 60 ms of work per GiB, which with 19, beside a model that computes on all cores,
-#: took longer than the second until the next save; a copy into pages that are not mapped takes 200 ms longer.
+#: Niceness of the thread that maps pages. Mapping is 60 ms of work per GiB; with niceness 19, beside a model that
+#: computes on all cores, it took longer than the second until the next save. A copy into pages that are not mapped
+#: takes 200 ms longer.
 _NICE = 5
 _MOST_PREPARED = 8
 
-_madvise = ctypes.CDLL(None, use_errno=True).madvise  # which lets other threads run, unlike that of mmap
+_madvise = ctypes.CDLL(None, use_errno=True).madvise  # not mmap.madvise, which would hold the GIL
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
@@ -56,15 +57,16 @@ class Slot:
 
     Attributes:
         path: of the file in its step.
-        inode: of the file; tells whether a path still means it.
-        nbytes: bytes mapped; the file may be longer.
-        address: first byte of the mapping in this process.
+        inode: of the file; shows whether the path still leads to this file.
+        nbytes: number of bytes mapped; the file may be longer.
+        address: of the first mapped byte in this process.
         in_memory: the file is on a ramdisk.
-        fresh: nobody has prepared it, and it is on a disk: stores would make its pages, by one fault per 4 KiB, so that
-            ``pwrite`` is faster. 1 GiB took 0.3 to 3.4 s by stores (after zeros were written, too), 0.26 to 0.40 s by
+        fresh: the file is on a disk and was not prepared: stores would make its pages, with one fault per 4 KiB, so
+            ``pwrite`` is faster. 1 GiB took 0.3 to 3.4 s by stores (even after zeros were written), 0.26 to 0.40 s by
             writes.
-        small_pages: stores fault once per 4 KiB, so that ``pwrite`` is faster.
-        writes_only: a store may need a disk block that is not there, and end the process: only ``pwrite`` is allowed.
+        small_pages: stores fault once per 4 KiB, so ``pwrite`` is faster.
+        writes_only: a store might need a disk block that is not there, which would end the process; only ``pwrite`` is
+            allowed.
     """
 
     path: str
@@ -79,27 +81,27 @@ class Slot:
     writes_only: bool = False
 
     def close(self) -> None:
-        """Unmaps the file, which stays. Idempotent. Thread: any, once nothing uses the mapping."""
+        """Unmaps the file, which itself stays. Idempotent. Thread: any, once nothing uses the mapping."""
         if self.fd < 0:
             return
         try:
             self.map.close()
         except BufferError:
-            # A tensor still uses the mapping; it is unmapped with the last such tensor.
+            # A tensor still uses the mapping, which is unmapped together with the last such tensor.
             logger.debug("mapping of %s still has views", self.path)
         os.close(self.fd)
         self.fd = -1
 
     def _leave(self) -> None:
-        """In a forked child: lets go of the file of the parent. Its pages are not mapped here (MADV_DONTFORK), so that
-        unmapping them would unmap what the child has put there since; the mapping object is never freed instead."""
+        """In a forked child: closes the parent's file. The mapping is not in the child (MADV_DONTFORK), and unmapping
+        its addresses would unmap what the child has put there since; so the mapping object is kept for ever instead."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.map))
 
 
-#: Open slots of this process, by their ids.
+#: Open slots of this process, by object id.
 _open_slots: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
 
 
@@ -117,8 +119,8 @@ class _Prepared:
     """A file that the agent has prepared.
 
     Attributes:
-        slot: it is mapped already.
-        taken: a save has it, or it is gone; nothing more is to be done to its mapping.
+        slot: its mapping; None: it is not mapped yet.
+        taken: a save uses the file, or it is gone; the background thread must not touch its mapping any more.
     """
 
     path: str
@@ -137,8 +139,8 @@ class Arena:
     """Makes the shard files of one rank on one local tier.
 
     Args:
-        part: number of this rank among those that write a file together.
-        writers: how many these are; 0: it writes none.
+        part: index of this rank among those that write a file together.
+        writers: number of those ranks; 0: this rank writes none.
     """
 
     def __init__(self, *, part: int = 0, writers: int = 1) -> None:
@@ -146,15 +148,15 @@ class Arena:
         self._lock = threading.Lock()
         self._prepared: deque[_Prepared] = deque()
         self._pages = Worker("resiliency-pages", nice=_NICE)
-        #: The agent has said that it cannot prepare a file.
+        #: True when the agent has said that it cannot prepare a file.
         self.none_to_come = False
         self._small_pages = False
-        self._in_memory: dict[int, bool] = {}  # by device of the file system
+        self._in_memory: dict[int, bool] = {}  # device of the file system -> whether it is a ramdisk
         self._writes_only: dict[int, bool] = {}
 
     def offer(self, path: str, inode: int, nbytes: int) -> None:
-        """Notes a file that the agent has prepared, or with "" that it cannot; other ranks of the host may take it
-        first."""
+        """Notes a file that the agent has prepared, or with path "" that it can prepare none. Another rank of the host
+        may take the file first. Blocks: no."""
         with self._lock:
             self.none_to_come = not path
             if not path:
@@ -163,29 +165,29 @@ class Arena:
             self._prepared.append(file)
             if len(self._prepared) > _MOST_PREPARED:
                 self._prepared.popleft().drop()
-            with suppress(OSError):  # another rank has taken it
+            with suppress(OSError):  # another rank has taken the file
                 if self._writers and self._is_in_memory(os.stat(path).st_dev, path):
                     self._pages.submit(lambda: self._populate(file))
 
     @property
     def prepared(self) -> int:
-        """Number of prepared files that are still there."""
+        """Number of prepared files that no save has taken yet."""
         with self._lock:
             while self._prepared and not _is(self._prepared[0]):
                 self._prepared.popleft().drop()
             return sum(map(_is, self._prepared))
 
     def wait_mapped(self, deadline: float) -> bool:
-        """Waits until a save into a file that was offered would not fault; False when ``deadline`` (monotonic seconds)
-        passes first."""
+        """Blocks until the offered files are mapped, so that a save into one does not fault; False when ``deadline``
+        (monotonic seconds) passes first."""
         return self._pages.wait_idle(deadline)
 
     def open(self, path: str, nbytes: int, *, writers: int = 1) -> Slot:
-        """The file of a save, of at least ``nbytes`` bytes, mapped.
+        """The mapped file of a save, of at least ``nbytes`` bytes.
 
         Args:
-            path: of the file in its step, the same for all ranks that write it.
-            writers: how many ranks write it.
+            path: of the file in its step; the same for all ranks that write it.
+            writers: number of ranks that write it.
 
         Raises:
             TierError: the disk is full or the folder cannot be written.
@@ -203,7 +205,7 @@ class Arena:
             if move_without_replacing(self._prepared[0].path, path):
                 break
             if not os.path.lexists(path):
-                self._prepared.popleft().drop()  # taken by another rank for another step, or it cannot be moved here
+                self._prepared.popleft().drop()  # taken by another rank for another step, or not movable to here
         fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
             found = os.fstat(fd)
@@ -211,11 +213,12 @@ class Arena:
             if prepared is not None:
                 self._prepared.remove(prepared)
             if writers > 1:
-                hold(fd, nbytes)  # ranks that disagree on the size must not cut it under each other
+                hold(fd, nbytes)  # locked, so that ranks that disagree on the size cannot cut it under each other
             lengthen(fd, nbytes, alone=writers == 1)
             slot = _take(prepared, path, fd, nbytes) or _map(path, fd, nbytes)
         except BaseException:
-            # What is there of it can be all that was left of the disk. Other ranks cannot end this step either.
+            # The half made file may hold all space that was left on the disk. No other rank can finish this step
+            # either.
             _remove(path, fd)
             os.close(fd)
             raise
@@ -228,13 +231,14 @@ class Arena:
         return slot
 
     def _populate(self, file: _Prepared) -> None:
-        """Maps this rank's part of a prepared file, so that a save does not fault."""
+        """Maps this rank's part of a prepared file and enters its pages into the page table, so that a save does not
+        fault."""
         with self._lock:
             if file.taken:
                 return
             try:
                 fd = open_regular(file.path, os.O_RDWR | os.O_NOFOLLOW)
-            except OSError:  # taken by another rank
+            except OSError:  # another rank has taken it
                 return
             try:
                 if os.fstat(fd).st_ino != file.inode:
@@ -245,14 +249,14 @@ class Arena:
                 os.close(fd)
                 return
             file.slot = slot
-        kept = ctypes.c_char.from_buffer(slot.map)  # whoever closes the slot meanwhile leaves the mapping to this one
-        part = self._part if self._writers > 1 else 0  # of a sharded state each rank writes a file of its own
+        kept = ctypes.c_char.from_buffer(slot.map)  # if the slot is closed meanwhile, this reference keeps the mapping
+        part = self._part if self._writers > 1 else 0  # in a sharded state each rank writes a file of its own
         first, last = (file.nbytes * number // self._writers for number in (part, part + 1))
         at = first - first % mmap.PAGESIZE
         while at < last and not file.taken:
             nbytes = min(_POPULATE, last - at)
             if _madvise(ctypes.addressof(kept) + at, nbytes, _MADV_POPULATE_WRITE) != 0:
-                break  # a kernel before 5.14, or a file that was cut: pages come when they are touched
+                break  # a kernel before 5.14, or a truncated file: pages are then mapped at the first touch
             at += nbytes
         del kept
 
@@ -262,21 +266,21 @@ class Arena:
         return self._in_memory[device]
 
     def close(self) -> None:
-        """Lets go of prepared files. Idempotent. Blocks: until the background thread has noticed."""
+        """Closes the prepared files. Idempotent. Blocks: until the background thread has noticed, up to 5 s."""
         with self._lock:
             while self._prepared:
                 self._prepared.popleft().drop()
         self._pages.close()
 
     def learn(self, slot: Slot) -> None:
-        """Notes what a finished copy into the file has shown about the pages of its file system."""
+        """Notes what a finished copy has shown about the page size of the file's file system."""
         self._small_pages = slot.small_pages
 
 
 def _map(path: str, fd: int, nbytes: int) -> Slot:
-    """A slot of an open file, whose descriptor it takes over."""
+    """Maps an open file; the slot takes over its descriptor."""
     mapping = mmap.mmap(fd, nbytes)
-    # A forked child must not hold a file that the trainer has left.
+    # A forked child must not keep a file in use that the trainer has closed.
     mapping.madvise(_MADV_DONTFORK)
     anchor = ctypes.c_char.from_buffer(mapping)
     slot = Slot(path, os.fstat(fd).st_ino, fd, mapping, nbytes, ctypes.addressof(anchor))
@@ -285,7 +289,8 @@ def _map(path: str, fd: int, nbytes: int) -> Slot:
 
 
 def _take(prepared: _Prepared | None, path: str, fd: int, nbytes: int) -> Slot | None:
-    """The slot of a file that was mapped in advance, with another descriptor of it, which holds its locks."""
+    """The slot of a file that was mapped in advance, now with descriptor ``fd``, which holds the file's locks; None
+    when it was not mapped, or is too small."""
     if prepared is None:
         return None
     prepared.taken = True
@@ -299,7 +304,7 @@ def _take(prepared: _Prepared | None, path: str, fd: int, nbytes: int) -> Slot |
 
 
 def _remove(path: str, fd: int) -> None:
-    """Removes an open file, and the step's folder if nothing else is in it."""
+    """Deletes an open file, and the step's folder if that is empty then."""
     try:
         if os.path.samestat(os.lstat(path), os.fstat(fd)):
             os.unlink(path)

@@ -1,4 +1,4 @@
-"""The facade of the engine for users of plain torch.
+"""The engine's facade for users of plain torch.
 
 ::
 
@@ -58,17 +58,17 @@ __all__ = ["Checkpointer", "CheckpointerOptions", "Outcome", "Restored", "Ticket
 
 logger = logging.getLogger(__name__)
 
-#: The agent counts as hung when it has not recorded a sealed shard for this long.
+#: Seconds after which an agent that has not recorded a sealed shard counts as hung.
 _HUNG_S = 60.0
-#: How long a warm-up waits for a file: this long, and as long as a slow disk takes to write it.
+#: Seconds that a warm-up waits for a file, in addition to the time in which a slow disk writes it.
 _PREPARE_S, _PREPARE_BYTES_PER_S = 10.0, 100e6
-#: How long a flush waits for other ranks to record their shards once this one is done.
+#: Seconds that a flush waits for other ranks to record their shards once this rank's is done.
 _OTHERS_S = 30.0
-#: How long the end waits for an agent to exit that has nothing left to do, and for one that has uploads to finish.
+#: Seconds that close waits for an agent to exit: one that has nothing left to do, and one that has uploads to finish.
 _IDLE_AGENT_S, _BUSY_AGENT_S = 10.0, 0.5
-#: How long the end of a rank that failed waits for the agent, which waits for the other ranks.
+#: Seconds that close waits for the agent on a rank that failed; the agent itself waits for the other ranks.
 _FAILED_S = 2.0
-#: How long the end waits for the traces of saves to be written.
+#: Seconds that close waits for the traces of saves to be written.
 _TRACES_S = 10.0
 
 
@@ -77,13 +77,13 @@ class Checkpointer:
 
     Args:
         directory: folder of the local tier, or :class:`LocalTierOptions`. Its files are memory-mapped.
-        remotes: further tiers the agent uploads to.
+        remotes: further tiers, to which the agent uploads.
         run: name of the run; None: ``RESILIENCY_RUN``, ``JOB_IDENTIFIER`` or "default". Runs are independent.
         rank, world_size: of this process; None: those of ``coordinator``, else ``RANK`` and ``WORLD_SIZE``.
         coordinator: exchanges messages between ranks at start and restore; None: one over the default store of
             ``torch.distributed``.
-        options: behaviour.
-        sinks: further places for events; the log below the directory is always written.
+        options: further settings.
+        sinks: additional places for events; the log below the directory is always written.
 
     Threads: call every method from the training thread. Two background threads: one copies, one receives the agent's
     messages.
@@ -217,7 +217,7 @@ class Checkpointer:
 
     @property
     def _is_forked(self) -> bool:
-        """True in a forked child: saves, threads and the connection to the agent are its parent's."""
+        """True in a forked child, which has none of the parent's saves, threads and connection to the agent."""
         return self._pid != os.getpid()
 
     def _refuse_forked(self) -> None:
@@ -245,7 +245,7 @@ class Checkpointer:
 
     @property
     def can_be_durable(self) -> bool:
-        """True when what is saved on the local tier can survive a power loss: it is no ramdisk."""
+        """True when a save on the local tier can survive a power loss: the tier is not a ramdisk."""
         return self._local.durable
 
     @property
@@ -259,17 +259,16 @@ class Checkpointer:
         return 0 if self._opened is None else self._opened.saves.torn
 
     def warm_up(self, state: Any = None, *, nbytes: int | None = None, slots: int = 2) -> None:
-        """Lets the agent prepare shard files and bring their pages into memory, so that the first save is as fast as
+        """Makes the agent prepare shard files and bring their pages into memory, so that the first save is as fast as
         later ones.
 
-        Collective: yes (it opens the checkpointer). Blocks: until the files are there, first touch, 0.3 to 3 s per GiB
-        of each.
+        Collective: yes (it opens the checkpointer). Blocks: until the files are ready, 0.3 to 3 s per GiB of each.
 
         Args:
             state: a state tree or write plan like those that will be saved; tensor data is not read.
-            nbytes: instead of ``state``, the expected size of this host's file.
-            slots: how many files; a save needs one while the previous step is still being committed. The agent makes
-                no more than two ready and keeps two so, on a ramdisk one from the first save on.
+            nbytes: instead of ``state``, the expected size of this host's file in bytes.
+            slots: number of files; a save needs its own while the previous step is still being committed. The agent
+                prepares at most two; from the first save on it keeps one ready, on a disk two once a save found none.
         """
         parts = self._parts()
         if nbytes is None:
@@ -285,14 +284,14 @@ class Checkpointer:
         self._warm(parts, nbytes, slots, wait_for=slots)
 
     def warm_up_for(self, tensors: Mapping[str, Tensor], *, slots: int = 2) -> None:
-        """As :meth:`warm_up`, for tensors by key, which may be on the meta device (of a state yet to be created). Waits
-        for the first file only."""
+        """Like :meth:`warm_up`, for tensors by key, which may be on the meta device (of a state yet to be created).
+        Waits for the first file only."""
         parts = self._parts()
         self._warm(parts, self._planner.estimate(tensors, host=parts.session.host_part), slots, wait_for=1)
 
     def _warm(self, parts: _Parts, nbytes: int, slots: int, *, wait_for: int) -> None:
         if nbytes < SMALL_FILE:
-            return  # a save makes its file by itself
+            return  # a save makes such a small file itself
         parts.saves.process_messages()
         parts.arena.none_to_come = False
         parts.session.client.send(Prepare(nbytes=nbytes, count=slots))
@@ -322,9 +321,9 @@ class Checkpointer:
         """Saves a checkpoint. Every rank calls it at the same step.
 
         Collective: only at the first save of a sharded (DTensor) structure or of a
-            :class:`~resiliency.checkpoint.write_plan.WritePlan`; otherwise ranks do not communicate.
-        Blocks: the copy of what is not lazy; up to ``options.previous_save_timeout`` when the previous save is not
-            recorded yet.
+          :class:`~resiliency.checkpoint.write_plan.WritePlan`; otherwise ranks do not communicate.
+        Blocks: while it copies what is not lazy; up to ``options.previous_save_timeout`` when the previous save is not
+          recorded yet.
         Safe after return: everything when ``lazy`` is False. Otherwise lazy tensors must not change before
         :meth:`fence` returns; the Python objects, the small tensors and everything not lazy may.
 
@@ -339,11 +338,11 @@ class Checkpointer:
             info: small JSON values shown by listings.
             exact: False when resuming from this save is not exact; of several saves of one step an exact one is
                 preferred.
-            lazy: True, or a function of a tensor that says whether it may be copied in the background.
-            replicated: a function of a tensor that says whether a plain tensor is equal on all ranks, so that each rank
-                may write a share of it; the first rank of a host writes the others. None: all are.
-            everywhere: send it to all remote tiers, whatever their intervals say.
-            trace: collects where the time of this save goes, here and in the agent.
+            lazy: True, or a function that says for a tensor whether it may be copied in the background.
+            replicated: a function that says for a plain tensor whether it is equal on all ranks, so that each rank may
+                write a share of it; the first rank of a host writes the other tensors. None: all are equal.
+            everywhere: send this save to all remote tiers, whatever their intervals.
+            trace: records where the time of this save goes, here and in the agent.
 
         Returns:
             A ticket, or None when the save was skipped (counted in ``skipped``, with an event and a warning). A file
@@ -399,7 +398,7 @@ class Checkpointer:
                     lazy=lazy,
                     replicated=request.replicated,
                 )
-        except Exception as error:  # Boundary: classes of the user may raise anything; the caller gets it.
+        except Exception as error:  # Boundary: the user's classes may raise anything; the caller gets it.
             saves.refuse(save_id, str(error))
             raise
         due, undo_schedule = parts.schedule.due(step, everywhere=request.everywhere)
@@ -455,7 +454,8 @@ class Checkpointer:
         return ticket
 
     def _wait_for_previous(self, parts: _Parts, save: StepId) -> bool:
-        """Waits until the rank's previous shard is recorded; skips this save when that takes too long."""
+        """Waits until the rank's previous shard is recorded; after ``previous_save_timeout`` skips this save, and
+        returns False."""
         saves, in_flight = parts.saves, parts.saves.in_flight
         if in_flight is None:
             return True
@@ -479,19 +479,23 @@ class Checkpointer:
         return False
 
     def fence(self) -> float:
-        """Waits until no pending copy reads live tensors; call before anything changes them.
+        """Waits until no pending copy reads live tensors; call it before anything changes them.
 
-        A save that was copied late is committed only once this thread has seen that nothing changed meanwhile: here, in
-        :meth:`poll`, or, on the main thread, by itself soon after the copy. When something did, it is given up.
+        A lazily copied save is committed only after this thread has verified that nothing changed during the copy:
+        here, in :meth:`poll`, or, on the main thread, automatically soon after the copy. If something has changed, the
+        save is given up.
 
-        Collective: no. Blocks: for the rest of the copy, which this thread helps with; not when nothing is pending.
+        Collective: no. Blocks: for the rest of the copy, with which this thread helps; not when nothing is pending.
 
         Returns:
-            Seconds it took.
+            Seconds spent here.
+
+        Raises:
+            Timeout: the copy did not finish within ``options.fence_timeout``, and up to 10 s more.
         """
         parts = self._opened
         if self._is_forked:
-            return 0.0  # it has none of the copies, and must not write to the parent's file
+            return 0.0  # a child has none of the copies, and must not write to the parent's file
         in_flight = parts.saves.in_flight if parts is not None else None
         if parts is None or in_flight is None or in_flight.snapshot is None:
             return 0.0
@@ -524,9 +528,8 @@ class Checkpointer:
         return saves.outcomes()
 
     def delete(self, *names: str) -> None:
-        """Requests the deletion of names, and of the steps left without one, once the newest save so far is durable.
-
-        On a ramdisk: once it is committed.
+        """Requests the deletion of names, and of steps left without a name, once the newest save so far is durable; on
+        a ramdisk: committed.
 
         Collective: no, but every rank calls it: each host deletes its own part. Blocks: no.
         """
@@ -544,18 +547,20 @@ class Checkpointer:
         tier: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
     ) -> bool:
-        """Waits until this host's agent has brought every save so far to ``stage``, or as far as its tiers go.
+        """Waits until this host's agent has brought every save so far to ``stage``, or as far as the save's tiers
+        allow.
 
         Collective: no. Blocks: up to ``timeout``.
 
         Args:
-            stage: RECORDED: this rank's shards are recorded; COMMITTED: so are those of the other ranks; DURABLE: on
-                every tier each save goes to. On a ramdisk, where a save is never durable, this waits for COMMITTED.
+            stage: RECORDED: this rank's shards are recorded; COMMITTED: those of the other ranks, too; DURABLE: durable
+                on every tier the save goes to. On a ramdisk, where a save is never durable, DURABLE waits for
+                COMMITTED.
             tier: for DURABLE: only this tier ("local", or the name of a remote one).
 
         Returns:
-            False when ``timeout`` passed first, or when other ranks did not record their shards within 30 s after
-            this one (they exited). A save that one of them gave up is not waited for.
+            False when ``timeout`` passed first, or when other ranks did not record their shards within 30 s after this
+            one (they exited). A save that one of them has given up is not waited for.
         """
         checked_stage(stage)
         known = [LOCAL, *(remote.name for remote in self._remotes)]
@@ -567,7 +572,7 @@ class Checkpointer:
         client, saves = parts.session.client, parts.saves
         deadline = time.monotonic() + timeout.total_seconds()
         self.fence()
-        # The tail of the file and the message to the agent follow the last copy.
+        # After the last copy, the end of the file is written and the agent gets its message.
         if not parts.copier.wait_idle(timeout.total_seconds()):
             return False
         done = client.flush(stage, tier=tier, timeout_s=max(0.0, deadline - time.monotonic()))
@@ -587,7 +592,7 @@ class Checkpointer:
 
     def _wait(self, ticket: Ticket, stage: Stage, tier: str | None, timeout_s: float) -> None:
         parts = self._opened
-        assert parts is not None  # there is a ticket
+        assert parts is not None  # because there is a ticket
         self._refuse_forked()
         deadline = time.monotonic() + timeout_s
         if parts.saves.in_flight is not None and parts.saves.in_flight.ticket is ticket:
@@ -603,13 +608,14 @@ class Checkpointer:
     ) -> None:
         """Waits for sealed saves, disconnects from the agent and ends the threads. Idempotent.
 
-        Collective: no. Blocks: up to ``timeout`` for uploads when ``flush``; otherwise for a copy in progress.
+        Collective: no. Blocks: up to ``timeout`` for uploads when ``flush``, otherwise for a copy in progress; and some
+            seconds for the agent to exit.
         """
         if self._closed:
             return
         self._closed = True
         if self._is_forked:
-            return  # it has neither the threads nor the connection
+            return  # a child has neither the threads nor the connection
         parts = self._opened
         if parts is None:
             return
@@ -639,7 +645,8 @@ class Checkpointer:
             idle_s = _IDLE_AGENT_S if done else _BUSY_AGENT_S
             if reason != "finished" and self.world_size > 1:
                 idle_s = min(idle_s, _FAILED_S)
-            # Where the agent tidies up at its end, a script that lists the folder after the fit is to find it done.
+            # Where the agent removes its folder at the end, a script that lists the directory afterwards must find that
+            # done.
             session.client.close(timeout_s=idle_s, others_s=idle_s if session.client.config.only_files else 0.0)
             parts.saves.process_messages()
             parts.saves.summarise()
@@ -665,20 +672,20 @@ class Checkpointer:
     ) -> Restored | None:
         """Restores the newest step of which every host can get all shards, or ``step``.
 
-        Collective: yes. Blocks: up to ``options.agree_timeout`` for the other ranks, plus reading and checking.
-        Every byte is checked against its digest. A bad copy is replaced from the next tier; when a step has no good
-        copy left, an older step is restored (unless ``step`` was given).
+        Collective: yes. Blocks: up to ``options.agree_timeout`` for the other ranks, plus reading and checking. Every
+            byte is compared with its digest. A bad copy is replaced from the next tier; when a step has no good copy
+            left, an older step is restored (unless ``step`` was given).
 
         Args:
-            into: a state tree whose tensors (plain or DTensor) are filled in place; None: new CPU tensors are made
-                (then the state must not hold DTensors of which no rank wants all).
-            step: which step; None: the newest. What is saved after loading an older step is newer than all that was
-                saved before, whatever its number.
+            into: a state tree whose tensors (plain or DTensor) are filled in place; None: new CPU tensors are made,
+                whole ones on every rank, also where the save had DTensors.
+            step: the step to load; None: the newest. What is saved after loading an older step counts as newer than all
+                that was saved before, whatever its number.
             allow_pickle: also restore objects of unknown classes. Only for checkpoints you trust.
             keys: with ``into=None``: load only tensors whose key passes; the others become empty tensors.
-            reads: instead of ``into`` and ``keys``: called with every chunk the step stores, returns the copies to
+            reads: instead of ``into`` and ``keys``: called with every chunk that the step stores, returns the copies to
                 make (:class:`~resiliency.checkpoint.read_plan.Read`). Called again when another copy or step is tried.
-                All tensors of the restored state are empty then. What it raises becomes a ConfigError.
+                All tensors of the restored state are then empty. An exception that it raises becomes a ConfigError.
 
         Returns:
             What was restored, or None when there is no checkpoint.
@@ -704,7 +711,7 @@ class Checkpointer:
     def steps(self) -> list[tuple[StepId, tuple[str, ...]]]:
         """Steps that could be restored now, newest first, with their names. Collective: yes.
 
-        Digests are not checked here; :meth:`load` does that.
+        Their digests are not checked here; :meth:`load` does that.
         """
         return self._parts().restorer.steps()
 
@@ -721,7 +728,7 @@ class _Parts:
     copies: SaveCopies
     schedule: RemoteSchedule
     restorer: Restorer
-    traces: list[SaveTrace] = dataclasses.field(default_factory=list)  # not all of them are over
+    traces: list[SaveTrace] = dataclasses.field(default_factory=list)  # some of them are still being written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -745,10 +752,11 @@ def _store_options(remote: RemoteTierOptions) -> dict[str, Any]:
 
 
 def default_coordinator(rank: int, world_size: int) -> Coordinator:
-    """One over the default process group's store, with keys of its own. Collective: all ranks call in the same order.
+    """A coordinator over the default process group's store, with keys of its own. Collective: all ranks call in the
+    same order.
 
     Raises:
-        ConfigError: there is no such group.
+        ConfigError: there is no default process group.
     """
     if world_size == 1:
         return SoloCoordinator()
@@ -759,14 +767,15 @@ def default_coordinator(rank: int, world_size: int) -> Coordinator:
         )
     store = torch.distributed.distributed_c10d._get_default_store()
     # The prefix must be unique: the default store may outlive an attempt (torchrun keeps its own), and a process may
-    # open several checkpointers, in the same order on every rank. The store cannot count starts: a rank can die before
-    # it is counted. Where rank 0 makes a new store each time, the count of restarts says nothing, and differs: a host
-    # counts those that its own ranks have caused.
+    # open several checkpointers, in the same order on every rank. The store cannot count starts, because a rank can die
+    # before it is counted. Where rank 0 makes a new store for each start, the restart count is left out: it is not
+    # needed, and differs between hosts, each of which counts the restarts that its own ranks have caused.
     settings = environment()
     restart = settings.restart if settings.keeps_store else 0
     prefix = f"resiliency/{restart}/{next(_opened[settings.start])}"
     return StoreCoordinator(store, rank=rank, world_size=world_size, prefix=prefix)
 
 
-#: A process that goes on in another attempt counts from zero again, as the new ones that it meets.
+#: Start of this process -> numbers of its checkpointers. A process that goes on in another attempt counts from zero
+#: again, like the new processes that it meets.
 _opened: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)

@@ -1,7 +1,7 @@
 """All-gather of small messages between ranks, with a deadline that names the missing ranks.
 
-It uses no collective operation of a process group, so that a missing rank raises an error with its number instead of
-a hang.
+It uses no collective operation of a process group, so that a missing rank causes an error that names it, instead of a
+hang.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Coordinator", "SoloCoordinator", "StoreCoordinator"]
 
 logger = logging.getLogger(__name__)
 
-#: A TCPStore closes the connection of a client that sends more than 8 MiB at once.
+#: Bytes sent at once; a TCPStore closes the connection of a client that sends more than 8 MiB at once.
 _PIECE_NBYTES = 4 << 20
 _HEADER = struct.Struct("<III")  # rank, bytes of the message, bytes of this piece
 
@@ -48,7 +48,7 @@ class Coordinator(Protocol):
         ...
 
     def count(self, topic: str, amount: int) -> int:
-        """Adds to a shared counter and returns its value. Collective: no. Blocks: for one answer of the store.
+        """Adds to a shared counter and returns its new value. Collective: no. Blocks: for one answer of the store.
 
         Raises:
             RuntimeError: the store does not answer.
@@ -78,27 +78,27 @@ class StoreCoordinator:
 
     Every rank appends its message to one value on the store and increments a counter. The rank that completes the count
     sets a key that all ranks wait for, and then each rank reads the value. That is a constant number of store
-    operations per rank, and no rank depends on another one's work: at its deadline each reads the value to see which
-    ranks are missing.
+    operations per rank, and no rank depends on another one's work: a rank whose deadline passes reads the value, too,
+    to see which ranks are missing.
 
-    Three keys stay on the store. The rank that completes a round deletes the keys of the previous round, from which
-    every rank has returned by then. Counters are not deleted.
+    Three keys of the last round stay on the store. The rank that completes a round deletes the keys of the previous
+    one, from which every rank has returned by then. Counters are not deleted.
 
-    A FileStore cannot append atomically, so there each message has a key of its own; every rank reads the complete file
-    in any case. Its waits end up to a second late.
+    A FileStore cannot append atomically, so each message there has its own key; every rank reads the complete file in
+    any case. Waits on a FileStore end up to a second late.
 
-    The store must answer: when the process that hosts a TCPStore is stopped (not dead), calls block.
+    The store must answer: while the process that hosts a TCPStore is stopped (not dead), calls block without limit.
 
     Args:
         store: shared by all ranks; keys are written below ``prefix``.
         rank, world_size: of this process.
-        prefix: unique for each start of the job on this store (a launcher may keep its store over restarts).
+        prefix: unique for each start of the job on this store (a launcher may keep its store across restarts).
     """
 
     def __init__(self, store: Store, *, rank: int, world_size: int, prefix: str) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._store: Any = store  # torch declares neither append nor that values may be bytes
+        self._store: Any = store  # untyped: torch declares neither append nor that values may be bytes
         self._prefix = prefix
         self._appends = bool(store.has_extended_api())  # type: ignore[attr-defined]  # nor this
         self._round = 0
@@ -111,7 +111,7 @@ class StoreCoordinator:
 
     @property
     def prefix(self) -> str:
-        """Of this coordinator's keys; keys of others may stand below it."""
+        """Prefix of this coordinator's keys; keys of others may lie below it."""
         return self._prefix
 
     def all_gather(self, topic: str, data: bytes, *, timeout: timedelta) -> list[bytes]:
@@ -159,8 +159,8 @@ class StoreCoordinator:
         try:
             self._store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except RuntimeError as error:
-            # The deadline has passed, or the store does not answer: reading the messages shows which. All of them may
-            # be there, when a rank died between its message and its count.
+            # Either the deadline has passed, or the store does not answer: reading the messages shows which. All
+            # messages may be there, when a rank died between its message and its count.
             logger.debug("rank %d waited for %s: %s", self.rank, key, _first_line(error))
 
     def _read(self, base: str) -> dict[int, bytes]:
@@ -191,7 +191,7 @@ def _frame(rank: int, message: bytes, piece: bytes) -> bytes:
 
 
 def _unframe(framed: bytes, *, where: str) -> dict[int, bytes]:
-    """The messages of which ``framed`` contains every piece, by rank; the pieces of one rank are in order.
+    """The messages of which ``framed`` contains every piece, by rank. The pieces of one rank must be in order.
 
     Raises:
         ConfigError: two processes wrote as the same rank.

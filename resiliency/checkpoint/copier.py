@@ -1,4 +1,4 @@
-"""The threads that copy snapshots, and the fence at which the training thread helps it."""
+"""The threads that copy snapshots, and the fence, at which the training thread helps them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = ["Copier"]
 
 logger = logging.getLogger(__name__)
 
-#: How long a fence waits on when its deadline has passed.
+#: Most seconds that a fence waits after its deadline has passed.
 _STOPPED_S = 10.0
-#: How long closing waits for the threads.
+#: Seconds that closing waits for the threads to end.
 _END_S = 60.0
 
 
 class Copier:
-    """Copies snapshots, one at a time, on a background thread and its helpers.
+    """Copies snapshots, one at a time, on a background thread and its helper threads.
 
     Threads: ``start``, ``fence`` and ``close`` from the training thread; ``on_done`` runs on the copy thread.
 
     Args:
-        threads: that copy blocks; one of them opens and ends the file, the others only help.
+        threads: number of threads that copy blocks; one of them also opens and finishes the file.
     """
 
     def __init__(self, *, name: str = "resiliency-copy", threads: int = 1) -> None:
@@ -49,14 +49,17 @@ class Copier:
             thread.start()
 
     def start(self, job: Job, on_done: Callable[[Snapshot], None]) -> Snapshot:
-        """Queues copies and returns at once. Collective: no.
+        """Queues copies and returns. Collective: no. Blocks: up to HELPER_S until the previous snapshot is done.
 
         Args:
             job: the copies; their sources must not change before :meth:`fence` has returned.
             on_done: called once, with the snapshot, on the copy thread, after the last byte or an error.
+
+        Raises:
+            Timeout: the previous snapshot was not done in time.
         """
         with self._wake:
-            # The previous save may be recorded while the thread still returns from telling so.
+            # The previous save may be recorded before the copy thread has returned from reporting it.
             if not self._wake.wait_for(lambda: self._current is None, HELPER_S):
                 raise Timeout(f"the previous snapshot was not done within {HELPER_S:.0f} s")
             snapshot = Snapshot(job, on_done, DeviceCopies(job.device_copies) if job.device_copies else None)
@@ -67,21 +70,21 @@ class Copier:
         return snapshot
 
     def fence(self, snapshot: Snapshot, *, deadline_s: float) -> float:
-        """Returns when nothing reads the sources any more, and decides whether they have changed; helps copying.
+        """Returns when nothing reads the sources any more, and decides whether they have changed. This thread helps to
+        copy.
 
-        For sources on a GPU it does not wait: later work of the compute stream waits for the copies.
+        For sources on a GPU it does not wait; instead, later work of the compute streams waits for the copies.
 
         Returns:
             Seconds spent here.
 
         Raises:
-            Timeout: the other thread did not finish its block within ``deadline_s``, and 10 s more (a device that
-                hangs).
+            Timeout: the copy did not finish within ``deadline_s``, and up to 10 s more (a device that hangs).
         """
         began = time.monotonic()
         device = snapshot.device
         if device is not None:
-            # Its other sources are private copies, see resiliency.checkpoint.shard_writer.
+            # CPU sources of the same save are private copies, see resiliency.checkpoint.shard_writer.
             device.fence()
             snapshot.decide()
             return time.monotonic() - began
@@ -89,20 +92,21 @@ class Copier:
             if time.monotonic() - began > deadline_s:
                 break
         left = max(0.0, deadline_s - (time.monotonic() - began))
-        # Once more: this process, and the copy with it, may have been stopped for longer than that.
+        # Waits a second time, because this process, and the copy with it, may have been stopped for longer than the
+        # deadline.
         if not (snapshot.copied.wait(left) or snapshot.copied.wait(min(deadline_s, _STOPPED_S))):
             hangs = Timeout(
                 f"the snapshot was not copied within {deadline_s:.0f} s; the device or the file system hangs"
             )
-            snapshot.decide(given_up=hangs)  # what it has not read yet may change from now on
+            snapshot.decide(given_up=hangs)  # sources not read yet may change from now on
             raise hangs
         snapshot.decide(fenced=True)
         if snapshot.job.compare:
-            snapshot.compared.wait(HELPER_S)  # what changes from now on must not be taken for an earlier change
+            snapshot.compared.wait(HELPER_S)  # a change after this return must not count as one during the copy
         return time.monotonic() - began
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Waits until no snapshot is being copied; False when ``timeout_s`` passes first."""
+        """Blocks until no snapshot is being copied; False when ``timeout_s`` passes first."""
         with self._wake:
             return self._wake.wait_for(lambda: self._current is None, timeout_s)
 
@@ -136,12 +140,13 @@ class Copier:
                 snapshot, helped = self._ready, self._started
             while snapshot is not None and snapshot.work(helping=True):
                 continue
-            snapshot = None  # while waiting for the next one it must not be kept alive
+            snapshot = None  # so that the old snapshot is not kept alive while this thread waits for the next one
             if self._closed:
                 return
 
     def close(self) -> None:
-        """Finishes the pending snapshot and ends the thread. Idempotent. Blocks: up to the rest of the copy."""
+        """Finishes the pending snapshot and ends the threads. Idempotent. Blocks: for the rest of the copy, up to 60 s
+        more."""
         with self._wake:
             self._closed = True
             self._wake.notify_all()

@@ -1,4 +1,4 @@
-"""What a save copies from: where each byte of a file comes from, and whether that has changed meanwhile."""
+"""The sources of a save: from which memory each byte of a file is copied, and whether that memory has changed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class CopyTask(NamedTuple):
     """A copy of ``nbytes`` bytes to file offset ``start``.
 
     Attributes:
-        source: the tensor they come from, on the CPU.
-        address: where its bytes are. 0: they are its elements in C order, whatever its strides.
-        storage: number of the storage, for messages; -1: none that a user knows.
+        source: the CPU tensor that the bytes come from.
+        address: of the tensor's bytes; 0: the bytes are its elements in C order, whatever its strides.
+        storage: number of the storage, for messages; -1: private memory or a header, which the user does not know.
     """
 
     source: Tensor
@@ -43,10 +43,11 @@ class Sources:
         self._lock = threading.Lock()
 
     def within(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Pieces that fill bytes ``[start, end)`` of the file, in order, as (address, file offset, bytes). Thread: any.
+        """The pieces that fill bytes ``[start, end)`` of the file, in order, as (address, file offset, bytes). Thread:
+        any.
 
         Raises:
-            ValueError: a byte has no source, or two.
+            ValueError: a byte has no source, or two sources.
         """
         at, begin = start, max(0, bisect.bisect_right(self._starts, start) - 1)
         for index in range(begin, len(self._copies)):
@@ -61,11 +62,11 @@ class Sources:
             raise ValueError(f"no source fills bytes {at} to {end} of the file")  # no digest would cover them
 
     def storage_at(self, offset: int) -> int:
-        """Number of the storage whose bytes fill the file from ``offset`` on; -1: none that a user knows."""
+        """Number of the storage whose bytes fill the file from ``offset`` on; -1: no storage of the user's."""
         return self._copies[max(0, bisect.bisect_right(self._starts, offset) - 1)].storage
 
     def _address(self, index: int) -> int:
-        """Address of the first byte of a copy; copies a tensor that is not in C order into C order, once."""
+        """Address of the first byte of a copy. A tensor that is not in C order is first copied into C order, once."""
         copy = self._copies[index]
         tensor = copy.source
         if copy.address and not tensor.is_neg():
@@ -82,16 +83,17 @@ _count: Callable[[Tensor], int] = attrgetter("_version")
 
 
 class ChangeWatch:
-    """Notices changes in place of live tensors, by torch's count of them. Thread: any.
+    """Notices in-place changes of live tensors, by torch's count of them. Thread: any.
 
-    Made at every save, while the training thread waits: what is needed after a change only is looked up then.
+    Constructed at every save while the training thread waits, so that facts needed only after a change are looked up
+    later.
 
     Args:
-        copies: those of them that read live tensors are watched; the others are of private memory, or headers.
+        copies: those that read live tensors are watched; the others are headers or copies from private memory.
         on_gpu: further tensors, each with the number of its storage.
 
     Attributes:
-        tensors: those that are watched. Inference tensors have no count, and are not.
+        tensors: the watched tensors. Inference tensors have no count, and are not watched.
     """
 
     def __init__(self, copies: Sequence[CopyTask], on_gpu: Sequence[tuple[Tensor, int]]) -> None:
@@ -106,7 +108,8 @@ class ChangeWatch:
             self._before = list(map(_count, self.tensors))
 
     def changed(self, counts: Sequence[int] | None = None) -> list[int]:
-        """Numbers of the storages that were changed since construction, by these counts; None: by those of now."""
+        """Numbers of the storages changed since construction, according to these counts; None: according to the current
+        ones."""
         now = list(map(_count, self.tensors)) if counts is None else list(counts)
         if now == self._before:
             return []

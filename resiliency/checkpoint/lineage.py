@@ -1,9 +1,8 @@
 """The line of descent that the saves of an attempt belong to; it decides which step is the newest.
 
-Steps are ordered by line, then by number. An attempt that loads the newest step goes on in that step's line: what
-another job still saves there (one that was thought dead) is newer if its number is larger. One that loads an older
-step, or nothing, begins a new line, above all that were ever seen: what is saved from there on is newer than what was
-left.
+Steps are ordered by line, then by number. An attempt that loads the newest step continues that step's line: what
+another job still saves there (one that was thought dead) is newer if its number is larger. An attempt that loads an
+older step, or none, begins a new line, above all lines ever seen: its saves are newer than all that it left behind.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ class Lineage:
     Every rank must make the same calls with the same values, because the line is part of a step's identity.
 
     Args:
-        largest: the largest line of all steps seen at the start of the attempt, on all tiers by all ranks; 0: none.
+        largest: the largest line of all steps that any rank saw on any tier at the start of the attempt; 0: no steps.
     """
 
     def __init__(self, largest: int) -> None:
@@ -28,7 +27,7 @@ class Lineage:
 
     @property
     def line(self) -> int:
-        """Line of the next save. The first call begins one, unless a step was loaded."""
+        """Line of the next save. The first call begins a new line, unless a step was loaded."""
         return self._begin() if self._line is None else self._line
 
     def _begin(self) -> int:
@@ -37,11 +36,11 @@ class Lineage:
         return self._line
 
     def loaded(self, step: StepId, *, newest: StepId, largest: int) -> int:
-        """The job goes on from ``step``. Returns the line of the next save.
+        """Records that the job continues from ``step``. Returns the line of the next save.
 
         Args:
-            newest: the newest step that there is, damaged ones included.
-            largest: largest line of all steps seen now.
+            newest: the newest step there is, damaged ones included.
+            largest: the largest line of all steps seen now.
         """
         self._largest = max(self._largest, largest, step.line, newest.line)
         if step < newest:
@@ -50,6 +49,6 @@ class Lineage:
         return self._line
 
     def rise_to(self, line: int) -> None:
-        """Goes on in a line with a larger number, if ``line`` is larger: that of the same job in another folder."""
+        """Continues in the given line if it is larger: that of the same job in another folder."""
         if line > self.line:
             self._line = self._largest = line

@@ -1,4 +1,4 @@
-"""Settings of a :class:`~resiliency.checkpoint.checkpointer.Checkpointer`, one dataclass per concern."""
+"""Settings of a :class:`~resiliency.checkpoint.checkpointer.Checkpointer`, one dataclass per topic."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ class LocalTierOptions:
 
     Attributes:
         directory: made when missing.
-        keep: newest steps without a name to keep; None: all. Files of older steps are recycled, which makes saves fast.
+        keep: number of newest steps without a name to keep; None: all. Files of older steps are reused, which makes
+            saves fast.
         keep_named: also keep a step while one of its names points to it (until ``delete``). False on a ramdisk, with
             ``keep=1``: it then holds the newest step and the one being written, whatever their names.
         durable: fsync before anything older is deleted. Always False on a ramdisk, where nothing survives a power loss.
         shared: True when all hosts of the job see the same folder; None: determined at start.
-        only_files: when the job has ended in order, leave nothing in the folder but the checkpoints: the folder
-            ``.resiliency``, with the event log of the run, is removed. The next start makes it again from the files.
-            Without effect on a job with ranks on several hosts or with several tiers, and while a step has no name
-            directly in the folder, or its ranks have more than 64 MiB for themselves.
+        only_files: when the job has ended in order, leave only the checkpoints: remove the folder ``.resiliency``, with
+            the run's event log. The next start makes it again from the files. Without effect for a job with ranks on
+            several hosts or with several tiers, and while a step has no name directly in the folder, or more than 64
+            MiB of per-rank data.
     """
 
     directory: str
@@ -64,7 +65,7 @@ class RemoteTierOptions:
         address: "gs://bucket/job", "/mnt/ckpts", any fsspec URL.
         name: name in listings and events; unique among the tiers.
         interval: which saves go there.
-        keep: newest steps without a name to keep there; None: all.
+        keep: number of newest steps without a name to keep there; None: all.
         keep_named: as for the local tier.
         storage_options: passed to fsspec.
     """
@@ -86,17 +87,17 @@ class RemoteTierOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointerOptions:
-    """How a checkpointer behaves.
+    """Settings of a checkpointer's behaviour.
 
     Attributes:
         agent: "process" starts one helper process per host; "embedded" does its work in the trainer.
         previous_save_timeout: how long a save may wait for the rank's previous one before it is skipped.
-        fence_timeout: how long a fence may wait for a copy; it waits for that long again, at most 10 s, and raises.
+        fence_timeout: how long a fence may wait for a copy; then it waits as long again, but at most 10 s, and raises.
         agree_timeout: how long ranks wait for each other at start and restore.
         drain_timeout: how long the agent may continue uploads after the last rank has disconnected.
-        lazy_bytes: tensors below this size are copied at once.
-        copy_threads: threads of a rank that copy a save, besides the training thread at the fence. More than one pays
-            where a core cannot use the memory's bandwidth and cores are idle; they take cores from a training on CPUs.
+        lazy_bytes: tensors with fewer bytes are copied at once, even in a lazy save.
+        copy_threads: threads of a rank that copy a save, besides the training thread at the fence. More than one helps
+            where one core cannot use the memory's bandwidth and cores are idle; they take cores from training on CPUs.
         events_dir: folder for event logs where ``RESILIENCY_EVENTS_DIR`` is not set; None: below the first tier that is
             a folder.
     """

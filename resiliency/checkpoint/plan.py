@@ -33,12 +33,12 @@ from resiliency.storage.shard_file import Chunk
 __all__ = ["RankShare", "box_nbytes", "describe", "held_box", "itemsize", "plan_writes"]
 
 
-#: What stands for dtypes of so many bytes in DCP's planner, which counts bytes only, and does not know all dtypes.
+#: Stand-ins, by item size in bytes, for dtypes in DCP's planner, which only counts bytes and does not know all dtypes.
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def describe(leaves: Mapping[str, Any]) -> tuple[HeldBox, ...]:
-    """This rank's boxes, the largest first.
+    """This rank's boxes, largest first.
 
     Args:
         leaves: leaves by key; they may be on the meta device.
@@ -48,12 +48,12 @@ def describe(leaves: Mapping[str, Any]) -> tuple[HeldBox, ...]:
         kind = kind_of(leaf)
         known = kind.describe(leaf)
         boxes += [held_box(key, box, known.shape, known.dtype, replicated=kind.replicated) for box in known.boxes]
-    # DCP gives each box to the rank with the fewest bytes so far, which balances well in this order.
+    # DCP gives each box to the rank with the fewest bytes so far, which balances well when large boxes come first.
     return tuple(sorted(boxes, key=lambda box: -box_nbytes(box.sizes, dtype_from_name(box.dtype))))
 
 
 def held_box(key: str, box: Box, shape: Sequence[int], dtype: torch.dtype, *, replicated: bool) -> HeldBox:
-    """A box as ranks tell each other of it."""
+    """A box in the form in which ranks report it to each other."""
     return HeldBox(
         key=key,
         offsets=tuple(box.offsets),
@@ -105,7 +105,11 @@ def plan_writes(descriptions: Sequence[Sequence[HeldBox]], *, rank: int) -> Rank
 
 
 def _check_volume(shares: Sequence[Sequence[Chunk]]) -> None:
-    """DCP's planner checks this only when there are several plans."""
+    """Checks that each tensor's boxes cover it exactly; DCP's planner checks this only when there are several plans.
+
+    Raises:
+        ConfigError: a tensor has holes or overlaps.
+    """
     missing: dict[str, int] = {}
     for chunk in (chunk for share in shares for chunk in share):
         missing.setdefault(chunk.key, math.prod(chunk.shape))

@@ -36,13 +36,13 @@ class RankReport:
     """The first message of a rank in an attempt.
 
     Attributes:
-        node: host, as :class:`~resiliency.settings.Environment` names it.
-        place: tells it from hosts of the same name, see :func:`~resiliency.checkpoint._hosts.place_of`.
+        node: name of the host, see :class:`~resiliency.settings.Environment`.
+        place: distinguishes hosts of the same name, see :func:`~resiliency.checkpoint._hosts.place_of`.
         largest_attempt: the largest attempt number found on the tiers this rank reads; 0 for none.
-        largest_line: likewise the largest line of descent.
+        largest_line: the largest line of descent found there; 0 for none.
         token: 6 hex digits drawn by this rank; rank 0's becomes the attempt's.
-        problem: why a tier cannot be used; empty when all can.
-        unsupported: the error about checkpoints in another version of the format; empty for none.
+        problem: why a tier cannot be used; "" when all can.
+        unsupported: the error about checkpoints in another version of the format; "" for none.
     """
 
     node: str
@@ -67,7 +67,7 @@ class AgentReady:
 
     Attributes:
         embedded: the agent's work is done in the rank's own process.
-        problem: why there is no agent; empty when there is.
+        problem: why there is no agent; "" when there is one.
     """
 
     embedded: bool
@@ -81,7 +81,7 @@ class InventoryReport:
     Attributes:
         entries: one per source and step.
         saved: the newest save of this rank in this process, which may not be listed yet.
-        problem: why a tier could not be listed; empty when all could.
+        problem: why a tier could not be listed; "" when all could.
     """
 
     entries: tuple[StepInventory, ...]
@@ -146,7 +146,7 @@ def gather(coordinator: Coordinator, topic: str, message: T, *, timeout: timedel
 
     Raises:
         Timeout: names the ranks that did not call.
-        ConfigError: a rank sent another message; names the rank and the field.
+        ConfigError: a rank sent a message of another kind or version; the error names the rank and the field.
     """
     answers = coordinator.all_gather(topic, encode(message), timeout=timeout)
     return [decode(type(message), data, what=f"the {topic} of rank {rank}") for rank, data in enumerate(answers)]

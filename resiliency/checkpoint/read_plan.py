@@ -50,9 +50,9 @@ class ReadPlan:
     """What one rank reads of a step.
 
     Attributes:
-        reads: the copies.
+        reads: the copies to make.
         tensors: key -> leaf to put into the restored state.
-        partial: True when the stored state may have other tensors; they become empty tensors.
+        partial: True when the stored state may have further tensors, which become empty tensors.
     """
 
     reads: Sequence[Read]
@@ -60,14 +60,15 @@ class ReadPlan:
     partial: bool = False
 
 
-#: Makes a read plan from the chunks of a step, without per-rank chunks. Called again for every copy or step tried.
+#: Makes a read plan from the chunks of a step, without per-rank chunks. Called again for each copy or step that is
+#: tried.
 ReadPlanner = Callable[[Sequence[Chunk]], ReadPlan]
 
 
 def plan_into(into: Any) -> ReadPlanner:
-    """Fills the leaves of a state tree in place.
+    """A planner that fills the leaves of a state tree in place.
 
-    Raises (when it is called):
+    Raises (when the planner is called):
         ConfigError: checkpoint and state do not hold the same tensors.
     """
 
@@ -84,10 +85,10 @@ def plan_into(into: Any) -> ReadPlanner:
 
 
 def _target(leaf: Any, key: str) -> Any:
-    """A leaf, detached, that can be filled.
+    """The leaf, detached and checked to be fillable.
 
     Raises:
-        ConfigError: it cannot; names it.
+        ConfigError: it cannot be filled; the error names it.
     """
     kind = kind_of(leaf)
     try:
@@ -100,7 +101,7 @@ def _target(leaf: Any, key: str) -> Any:
             raise ConfigError(f"tensor {key!r} is expanded: several elements have one place in memory; clone it first")
     except ConfigError:
         raise
-    except Exception as error:  # Boundary: classes of the user may answer anything.
+    except Exception as error:  # Boundary: the user's classes may raise anything.
         raise ConfigError(
             f"tensor {key!r} is a {type(leaf).__qualname__} and cannot be filled: {type(error).__name__}: {error}"
         ) from error
@@ -108,10 +109,10 @@ def _target(leaf: Any, key: str) -> Any:
 
 
 def plan_new(keys: Callable[[str], bool] | None = None) -> ReadPlanner:
-    """Makes CPU tensors.
+    """A planner that makes new CPU tensors.
 
     Args:
-        keys: only tensors whose key passes; None: all.
+        keys: makes only tensors whose key passes; None: all.
     """
 
     def plan(stored: Sequence[Chunk]) -> ReadPlan:
@@ -126,9 +127,10 @@ def plan_new(keys: Callable[[str], bool] | None = None) -> ReadPlanner:
 
 
 def plan_given(reads: Callable[[Sequence[Chunk]], Sequence[Read]]) -> ReadPlanner:
-    """Takes the reads of a caller, who keeps the destinations. Each read is checked against the stored chunks.
+    """A planner that takes the reads of a caller, who keeps the destinations. Each read is checked against the stored
+    chunks.
 
-    Raises (when it is called):
+    Raises (when the planner is called):
         ConfigError: ``reads`` failed, or a read does not fit the chunk it names.
     """
 
@@ -181,7 +183,7 @@ def plan_reads(wanted: Mapping[str, Any], stored: Sequence[Chunk]) -> list[Read]
     reads: list[Read] = []
     converted: list[tuple[str, str, torch.dtype]] = []
     for key, leaf in wanted.items():
-        # Most leaves are plain tensors, which need every chunk whole: this shortcut takes 3 microseconds, not 12.
+        # Most leaves are plain tensors, which need every chunk whole: this shortcut takes 3 microseconds instead of 12.
         plain = type(leaf) is Tensor
         known, found = leaf if plain else kind_of(leaf).describe(leaf), by_key.get(key)
         if found is None:

@@ -1,8 +1,8 @@
 """The collective restore: lists all sources, plans, fetches missing shards, reads and checks them.
 
-:mod:`resiliency.storage.restore_plan` decides which step is restored, and from which source each shard. This module
-lists the tiers and exchanges the inventories between ranks. Every rank has the same inventory and the same list of bad
-copies, and so makes the same plan.
+:mod:`resiliency.storage.restore_plan` decides which step is restored, and from which source each shard is read. This
+module lists the tiers and exchanges the inventories between ranks. Every rank then has the same inventory and the same
+list of bad copies, and so makes the same plan.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["Restored", "Restorer"]
 
 logger = logging.getLogger(__name__)
 
-#: How many plans are tried, each without the copies that were found bad before.
+#: Most plans tried, each without the copies that the earlier ones found bad.
 _MAX_PLANS = 50
 
 
@@ -50,12 +50,13 @@ class Restored:
     Attributes:
         id: step, attempt and token.
         state: the state tree; with ``into`` its tensors are the ones passed in.
-        per_rank: what this rank passed as ``per_rank``, or None when this rank did not exist at the save.
-        world_size: number of ranks that wrote it.
+        per_rank: what this rank passed as ``per_rank``; None when the save had no such rank, or no good copy of it is
+            left.
+        world_size: number of ranks that wrote the checkpoint.
         names: names of the step.
         info: what the save passed as ``info``.
         duration_s: seconds from the call of ``load`` to its result.
-        nbytes: size of the shards this rank read.
+        nbytes: size in bytes of the shards this rank read.
     """
 
     id: StepId
@@ -90,7 +91,7 @@ class Restorer:
         local: the local tier; shards are read from there, after they were fetched into it if necessary.
         remotes: further tiers, in the order in which they are tried; the same on all ranks.
         run: name of the run.
-        agree_timeout: how long to wait for the other ranks, each time.
+        agree_timeout: how long to wait for the other ranks in each exchange.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class Restorer:
     def _tell_passed_over(
         self, inventory: Sequence[StepInventory], problems: Sequence[CopyProblem], taken: StepId
     ) -> None:
-        """Says which damaged steps are newer than the one that is restored: one warning, and an event for each."""
+        """Reports the damaged steps that are newer than the restored one: one warning, and an event for each step."""
         if self.rank or not (problems or any(entry.lost for entry in inventory)):
             return
         passed = steps_passed_over(inventory, taken, lambda entries: self._plan(entries, only=None))
@@ -194,10 +195,11 @@ class Restorer:
     # -- inventory --------------------------------------------------------------------------------------------------
 
     def _inventory(self, saved: StepId | None = None) -> tuple[list[StepInventory], StepId | None]:
-        """The inventory of all sources, the same list on every rank, and the newest save of any. Collective: yes.
+        """The inventory of all sources, the same list on every rank, and the newest save of any rank (None: no save).
+        Collective: yes.
 
         Args:
-            saved: the newest save of this rank.
+            saved: the newest save of this rank; None: none.
 
         Raises:
             TierError: some tiers could not be listed, and no checkpoint was found on the others.
@@ -205,7 +207,7 @@ class Restorer:
         faultpoints.hit("restore.inventory", rank=self.rank)
         entries: list[StepInventory] = []
         failures: list[str] = []
-        for source in self._listed:  # of which each may hold what the others lack
+        for source in self._listed:  # a failed source is skipped, because each may hold what the others lack
             try:
                 entries += list_inventory(open_source(source, self._openers), self._run, source)
             except (TierError, UnsupportedFormat) as error:
@@ -221,8 +223,8 @@ class Restorer:
         return inventory, max((report.saved for report in reports if report.saved is not None), default=None)
 
     def _go_on_from(self, step: StepId, inventory: Sequence[StepInventory], saved: StepId | None) -> int:
-        """Notes that the job goes on from a step; returns the line of the next save. Same on every rank."""
-        # Unfinished steps do not count: an attempt that was killed during a save goes on from the one before.
+        """Records that the job continues from ``step``; returns the line of the next save, the same on every rank."""
+        # Unfinished steps do not count: an attempt that was killed during a save continues from the step before.
         committed = [entry.step for entry in inventory if entry.lost]
         whole = self._plan(inventory, only=None)
         committed += [step, *([whole.step] if whole is not None else []), *([saved] if saved is not None else [])]
@@ -233,11 +235,11 @@ class Restorer:
     def _raise_reason(
         self, inventory: Sequence[StepInventory], problems: Sequence[CopyProblem], step: StepId | None
     ) -> None:
-        """Raises why nothing was restored; returns when no committed checkpoint exists.
+        """Raises the reason why nothing was restored; returns when no committed checkpoint exists.
 
         Raises:
-            CorruptShard: there are checkpoints, and they are damaged.
-            TierError: there are checkpoints, and the tiers that hold them failed.
+            CorruptShard: there are checkpoints, but they are damaged.
+            TierError: there are checkpoints, but the tiers that hold them failed.
             NoCheckpointFound: ``step`` was given and is not committed on any tier.
         """
         damage = [problem.reason for problem in problems if problem.damaged]
@@ -272,9 +274,9 @@ class Restorer:
     # -- fetching ---------------------------------------------------------------------------------------------------
 
     def _fetch_missing(self, plan: RestorePlan) -> list[CopyProblem]:
-        """Fetches the shards that this host lacks, divided among its ranks. Returns the bad copies any rank found.
+        """Fetches the shards that this host lacks, divided among its ranks. Returns the bad copies that any rank found.
 
-        Collective: only when some host has to fetch, which the plan says on every rank.
+        Collective: only when some host has to fetch; the plan says so on every rank.
         """
         if not plan.fetches:
             return []
@@ -285,7 +287,7 @@ class Restorer:
         return self._share("fetched", problems)
 
     def _share(self, topic: str, problems: Sequence[CopyProblem]) -> list[CopyProblem]:
-        """The bad copies found by all ranks; ``problems``: by this one. Collective: yes."""
+        """The bad copies found by all ranks; ``problems`` are those that this rank found. Collective: yes."""
         report = ProblemReport(problems=tuple(problems))
         reports = gather(self._coordinator, topic, report, timeout=self._agree_timeout)
         return [problem for report in reports for problem in report.problems]
@@ -293,8 +295,8 @@ class Restorer:
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def _read(self, plan: RestorePlan, request: _Request) -> tuple[Restored | None, list[CopyProblem]]:
-        """:meth:`_read_all`, without collections of garbage: a plan of many tensors leads to one of all objects of the
-        process, and makes no garbage (15 of 250 ms for 1 GiB in 1,000 tensors)."""
+        """Calls :meth:`_read_all` with garbage collection off: a plan of many tensors makes no garbage, but would
+        trigger a collection of all objects of the process (15 of 250 ms for 1 GiB in 1,000 tensors)."""
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -307,12 +309,13 @@ class Restorer:
         """Reads and checks this rank's part of the step. Collective: yes.
 
         Returns:
-            The result, or None and the bad copies when any rank found one.
+            (result, no bad copies), or (None, bad copies) when any rank found some.
 
         Raises:
             ConfigError: the state passed in does not fit the checkpoint; raised after the exchange with the other
                 ranks.
-            pickle.UnpicklingError: the state holds objects of classes that may not be loaded; as above.
+            pickle.UnpicklingError: the state holds objects of classes that may not be loaded; raised after the
+                exchange, too.
         """
         readers: dict[int, ShardReader] = {}
         misfit: ConfigError | pickle.UnpicklingError | None = None
@@ -329,10 +332,10 @@ class Restorer:
                         plan, readers, assembler, threads=threads_for(len(self._session.local_ranks))
                     )
             except (ConfigError, pickle.UnpicklingError) as error:
-                misfit = error  # the other ranks must not wait for this one
+                misfit = error  # raised later: the other ranks must not wait for this one
             except CorruptShard as error:
                 problems = [self._shards.problem_with(plan, readers, error)]
-            except Exception as error:  # Boundary: the caller's tensors and reads; as above.
+            except Exception as error:  # Boundary: the caller's tensors and reads; raised later, too.
                 misfit = ConfigError(
                     f"{plan.step} cannot be read into what was passed: {type(error).__name__}: {error}"
                 )
@@ -374,5 +377,5 @@ class Restorer:
 
 
 def _opener(tier: Tier) -> Opener:
-    """An opener that returns this tier for every source."""
+    """An opener that returns this tier, whatever the source."""
     return lambda source: tier

@@ -1,4 +1,4 @@
-"""Starts the copies of a rank's saves, and tells the agent of the files when they are copied."""
+"""Starts the copies of a rank's saves, and reports the files to the agent when they are copied."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 
 class SaveCopies:
-    """Of one open checkpointer. Thread: the training thread.
+    """The copies of one open checkpointer. Thread: training.
 
     Args:
         directory: of the local tier.
         run, rank, world_size: of the checkpointer.
-        session, saves, arena, copier: its parts.
+        session, saves, arena, copier: parts of the checkpointer.
     """
 
     def __init__(
@@ -56,13 +56,14 @@ class SaveCopies:
         self._session, self._saves, self._arena, self._copier = session, saves, arena, copier
         self._bounce = BouncePool()
         self._proof, self._saves_begun = LoadProof(), 0
-        self._late_saves = 0  # of which some are compared with the tensors when they are done, ever fewer
+        self._late_saves = 0  # of lazy saves; the 1st, 2nd, 4th, 8th, ... is compared with the tensors
 
     def start(self, plan: ShardPlan, in_flight: InFlightSave, seal: Seal) -> int:
-        """Starts the copies of a save, at whose end the copy thread sends ``seal`` with the files.
+        """Starts the copies of a save; after them the copy thread sends ``seal``, completed with the files, to the
+        agent.
 
         Returns:
-            The bytes that may be copied late.
+            The number of bytes that may be copied late.
         """
         self._saves_begun += 1
         save = _Save(
@@ -110,7 +111,7 @@ class SaveCopies:
         return lazy_bytes
 
     def _done(self, save: _Save, snapshot: Snapshot) -> None:
-        """Runs on the copy thread, which must go on whatever happens: the training thread reports it."""
+        """Seals the save on the copy thread, which must survive any failure; the training thread reports it."""
         failure, trace = snapshot.error, save.in_flight.trace
         if failure is None:
             try:
@@ -119,18 +120,18 @@ class SaveCopies:
                 if trace is not None:
                     trace.sealed()
                 self._session.client.send(sealed)
-                # When the file is unmapped: while it is not, the agent cannot use it again.
+                # Runs after the file is unmapped, because until then the agent cannot use the file again.
                 snapshot.afterwards = lambda: self._prove(save)
                 return
             except OSError as error:
                 failure = error
-            except Exception as error:  # Boundary: see above.
+            except Exception as error:  # Boundary: the copy thread must survive.
                 logger.exception("a shard that was copied could not be told to the agent")
                 failure = error
         self._saves.copy_failed(save.in_flight, failure)
 
     def _seal(self, save: _Save, snapshot: Snapshot) -> Seal:
-        """Writes what is left of this rank's part, and returns what the agent is told of it."""
+        """Writes the rest of this rank's part, and returns the seal that reports it to the agent."""
         in_flight, file = save.in_flight, save.plan.file
         files: list[SealedFile] = []
         share, share_inode = None, 0
@@ -166,7 +167,7 @@ class SaveCopies:
         )
 
     def _prove(self, save: _Save) -> None:
-        """Warns when a start would refuse to load what is in the save. After the seal, which need not wait for it."""
+        """Warns when a later start would refuse to load this save. Runs after the seal, which need not wait for it."""
         if not save.proven:
             return
         for structure in (save.written.structure, save.plan.own.structure.data_pickle()):
@@ -181,7 +182,8 @@ class SaveCopies:
         save.written.structure = b""
 
     def _has_own_file(self, save: _Save) -> bool:
-        """Of a replicated state only rank 0's shard has the state; every other rank has a small shard of its own."""
+        """True when this rank writes a small shard of its own: in a replicated state, only rank 0's shard holds the
+        state."""
         return save.plan.replicated and self._rank != 0
 
     def _identity(self, save: _Save, number: int) -> Identity:
@@ -202,9 +204,9 @@ class _Save:
     """One save of this rank.
 
     Attributes:
-        shard: the one with the state.
-        proven: it is loaded to see whether that can be done: the 1st, 2nd, 4th, 8th, ...
-        written: filled by the copy thread.
+        shard: number of the shard with the state.
+        proven: load the save's pickle to check that this works: done for the 1st, 2nd, 4th, 8th, ... save.
+        written: facts of the written file, filled in by the copy thread.
     """
 
     plan: ShardPlan
@@ -216,10 +218,10 @@ class _Save:
 
 
 def _remove(path: str) -> None:
-    """Removes the file of a save that was given up, and the step's folder when nothing else is in it.
+    """Deletes the file of a save that was given up, and the step's folder if it is empty then.
 
     Raises:
-        OSError: it stays until a later step is committed.
+        OSError: it cannot be deleted, and stays until a later step is committed.
     """
     os.unlink(path)
     try:
@@ -230,7 +232,11 @@ def _remove(path: str) -> None:
 
 
 def _write_small(path: str, shard: int, data: bytes) -> SealedFile:
-    """Writes the small shard of a rank."""
+    """Writes the small shard of a rank, and returns what to seal of it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, "xb") as file:
         file.write(data)

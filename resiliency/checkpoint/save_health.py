@@ -1,7 +1,8 @@
-"""Says where the user looks how a rank's saves fare: one warning at the start of a spell of failures, one when saves
-work again, and at the end of the job how many were given up.
+"""Warns the user of how a rank's saves fare: once when a spell of failures begins, once when saves work again, and at
+the end of the job with the number of saves given up.
 
-A spell is of one tier. The agent notifies the rank of what went wrong on its side; its own log is a file nobody reads.
+A spell is a run of failures on one tier. The agent notifies the rank of its own failures, because the agent's log is a
+file that nobody reads.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ __all__ = ["SaveHealth"]
 
 logger = logging.getLogger(__name__)
 
-#: The spell of fsyncs that fail.
+#: Key of the spell of failing fsyncs.
 _FSYNC = "fsync"
 _FULL = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT))
-#: So many names that were refused are warned of; a name may differ from save to save.
+#: Most refused names that are warned of; a name may differ from save to save.
 _MOST_NAMES = 20
-#: So many steps are named in one message.
+#: Most steps named in one message.
 _NAMED = 5
 
 
 @dataclass
 class _Spell:
-    """Failures in a row on one tier: their kinds, the steps that were given up, and whether this rank warned."""
+    """A run of failures on one tier: their kinds, the steps that were given up, and whether this rank warned."""
 
     kinds: set[str] = field(default_factory=set)
     lost: list[int] = field(default_factory=list)
@@ -43,7 +44,7 @@ class SaveHealth:
 
     Args:
         rank: of this process.
-        speaks: whether this rank warns of what all ranks of its host are notified of; one of them does.
+        speaks: this rank warns of what all ranks of its host are notified of; one rank per host does.
     """
 
     def __init__(self, rank: int, *, speaks: bool) -> None:
@@ -57,11 +58,12 @@ class SaveHealth:
         self._reasons: dict[str, str] = {}  # the last one
 
     def begin(self, tiers: Iterable[str]) -> None:
-        """A save to these tiers was started."""
+        """Counts a save that was started, for each of its tiers."""
         self._saves.update(tiers)
 
     def skip(self, step: int, reason: str) -> None:
-        """No save was started, because the one before it was not recorded. Now and then that does no harm."""
+        """Reports a save that was skipped because the previous one was not recorded. Warns the first time only: an
+        occasional skip does no harm."""
         self._saves[LOCAL] += 1
         self._count(LOCAL, reason)
         level = logging.DEBUG if self._skipped else logging.WARNING
@@ -73,8 +75,8 @@ class SaveHealth:
         """A save failed on the local tier.
 
         Args:
-            kind: failures of one kind are warned of once in a spell. A full disk is one kind, wherever it shows.
-            own: it is a failure of this rank's part; otherwise all ranks of the host are notified.
+            kind: failures of one kind cause one warning per spell. A full disk is one kind, wherever it shows.
+            own: the failure is of this rank's own part; otherwise all ranks of the host are notified of it.
         """
         self._count(LOCAL, reason)
         self._warn(
@@ -87,7 +89,7 @@ class SaveHealth:
         self._spells[LOCAL].lost.append(step)
 
     def not_durable(self, step: int, reason: str) -> None:
-        """A save was committed on the local tier, and its fsync failed."""
+        """Reports a save that was committed on the local tier, but whose fsync failed."""
         self._warn(
             _FSYNC,
             "fsync",
@@ -96,7 +98,7 @@ class SaveHealth:
         )
 
     def fail_remote(self, tier: str, step: int, reason: str, *, retrying: bool, gave_way: bool) -> None:
-        """A save did not reach a remote tier."""
+        """Reports a save that did not reach a remote tier, or, when ``retrying``, has not yet."""
         if retrying:
             self._warn(
                 tier,
@@ -114,7 +116,8 @@ class SaveHealth:
                 " fill the local tier"
             )
         if gave_way and tier not in self._spells:
-            # The tier works, but takes longer than the time between two saves. That is no spell that ends.
+            # The tier works, but a save to it takes longer than the time between two saves. This is not a spell, as it
+            # does not end.
             if self._speaks and not self._too_slow:
                 logger.warning("%s. Save to it less often; this is said once", text)
             self._too_slow = True
@@ -123,14 +126,14 @@ class SaveHealth:
         self._spells[tier].lost.append(step)
 
     def refuse_name(self, tier: str, step: int, name: str, reason: str) -> None:
-        """A save does not get one of its names on a tier. Said once for each name."""
+        """Reports that a save did not get one of its names on a tier. Warns once per name."""
         if self._speaks and (tier, name) not in self._refused and len(self._refused) < _MOST_NAMES:
             self._refused.add((tier, name))
             text = "rank %d: step %d has not got the name %r on %s: %s"
             logger.warning(text, self._rank, step, name, tier, reason)
 
     def reach(self, tier: str, step: int, stage: Stage) -> None:
-        """A save has reached a stage on a tier, COMMITTED or DURABLE: a spell ends."""
+        """Reports that a save has reached COMMITTED or DURABLE on a tier, which ends a spell."""
         synced = tier == LOCAL and stage is Stage.DURABLE
         spell = self._spells.pop(_FSYNC if synced else tier, None)
         if spell is None or not (self._speaks or spell.told):
@@ -140,7 +143,7 @@ class SaveHealth:
         logger.warning("rank %d: %s again, with step %d%s", self._rank, what, step, given_up)
 
     def summarise(self) -> None:
-        """Says at the end how many saves were given up."""
+        """Warns, at the end, of the number of saves given up per tier."""
         for tier, count in self._given_up.items() if self._speaks else ():
             where = "" if tier == LOCAL else f" to {tier}"
             text = "rank %d: %d of %d saves%s were given up: %s"

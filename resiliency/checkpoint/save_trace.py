@@ -1,4 +1,4 @@
-"""Collects the spans of one save on one rank, from the call of ``save`` to the last tier it goes to."""
+"""Collects the spans of one save on one rank, from the call of ``save`` until it has reached the last of its tiers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["FinishedTrace", "Moment", "SaveTrace"]
 
 logger = logging.getLogger(__name__)
 
-#: How long the agent may take to say that it has told everything.
+#: Seconds that the agent may take to send its remaining spans.
 _LAST_WORDS_S = 5.0
 
 
@@ -43,8 +43,8 @@ class FinishedTrace:
 
     Attributes:
         step, rank, pid: of the save.
-        spans, moments: of the trainer and the agent.
-        outcome: "complete", or why it is not.
+        spans, moments: from the trainer and the agent.
+        outcome: "complete", or the reason why the trace is incomplete.
     """
 
     step: int
@@ -56,18 +56,18 @@ class FinishedTrace:
 
 
 class SaveTrace:
-    """The trace of one save; give it to :meth:`Checkpointer.save`.
+    """The trace of one save; pass it to :meth:`Checkpointer.save`.
 
-    It is over when the save has reached the last stage on each of its tiers, has failed, after ``timeout_s``, or when
-    the checkpointer is closed. Then ``write`` is called on the thread ``resiliency-trace``, which lives as long as the
-    trace. Nothing else waits for it.
+    A trace is over when the save has reached the last stage on each of its tiers, when the save has failed, after
+    ``timeout_s``, or when the checkpointer is closed. Then ``write`` is called on the thread ``resiliency-trace``,
+    which lives as long as the trace. Nothing but :meth:`close` waits for it.
 
     Threads: any.
 
     Args:
         step, rank: of the save.
-        write: called once, with what was collected; what it raises is logged.
-        timeout_s: after which the trace is written as it is.
+        write: called once, with what was collected; its exceptions are logged.
+        timeout_s: seconds after which the trace is written, complete or not.
     """
 
     def __init__(self, *, step: int, rank: int, write: Callable[[FinishedTrace], None], timeout_s: float) -> None:
@@ -75,12 +75,12 @@ class SaveTrace:
         self._changed = threading.Condition()
         self._spans: list[Span] = []
         self._moments: list[Moment] = []
-        self._awaited: dict[str, Stage] | None = None  # None: the save has not begun
-        self._outcome = ""  # once it is over
+        self._awaited: dict[str, Stage] | None = None  # last stage of each tier not done yet; None: not begun
+        self._outcome = ""  # "" until the trace is over
         self._last_words = False
         self._client: AgentClient | None = None
         self._id: StepId | None = None
-        self._sealed: tuple[int, int, str] | None = None  # when, and by which thread
+        self._sealed: tuple[int, int, str] | None = None  # monotonic time in ns, id and name of the sealing thread
         self._began_ns = time.monotonic_ns()
         self._thread = threading.Thread(target=self._run, name="resiliency-trace", daemon=True)
         self._thread.start()
@@ -88,24 +88,25 @@ class SaveTrace:
     # -- while the save runs --------------------------------------------------------------------------------------
 
     def add(self, span: Span) -> None:
-        """Adds a piece of work. Blocks: no."""
+        """Adds a span of work. Blocks: no."""
         with self._changed:
             self._spans.append(span)
 
     def follow(self, client: AgentClient, save: StepId, stages: Mapping[str, Stage]) -> None:
-        """Collects the agent's work too, until the save has reached these stages, by tier. Blocks: no."""
+        """Also collects the agent's work, until the save has reached the given stage on each tier. Blocks: no."""
         with self._changed:
             self._client, self._id, self._awaited = client, save, dict(stages)
         client.trace(save, self._take)
 
     def sealed(self) -> None:
-        """This thread tells the agent now that the shard is written; from here on the save waits for its commit."""
+        """Call on the thread that reports the written shard to the agent; from then on the save waits for its
+        commit."""
         thread = threading.current_thread()
         with self._changed:
             self._sealed = (time.monotonic_ns(), threading.get_native_id(), thread.name)
 
     def end(self, reason: str) -> None:
-        """The save has failed, or nobody waits for it any more. Idempotent. Blocks: no."""
+        """Ends the trace: the save has failed, or nobody waits for it any more. Idempotent. Blocks: no."""
         with self._changed:
             if not self._outcome:
                 self._moments.append(Moment(name="ended", at_ns=time.monotonic_ns(), facts={"reason": reason}))
@@ -114,14 +115,14 @@ class SaveTrace:
 
     @property
     def written(self) -> bool:
-        """True when it is over and its thread has ended."""
+        """True when the trace is over and its thread has ended."""
         return not self._thread.is_alive()
 
     def close(self, *, timeout_s: float, patience_s: float = 0.0) -> None:
         """Ends the trace, and waits until it is written. Idempotent.
 
-        Blocks: up to ``timeout_s``, and before that up to ``patience_s`` for the save to come to its end: another rank
-        may be a moment behind.
+        Blocks: first up to ``patience_s`` for the save to reach its end, because another rank may be a moment behind;
+            then up to ``timeout_s``.
         """
         with self._changed:
             self._changed.wait_for(lambda: bool(self._outcome), patience_s)
@@ -131,7 +132,8 @@ class SaveTrace:
             logger.warning("the trace of step %d is still being written after %.0f s", self._step, timeout_s)
 
     def _take(self, message: Notice) -> None:
-        """Called with each message of the agent about this save; holds the lock of the connection."""
+        """Handles each message of the agent about this save. Called on the receiving thread, which holds the client's
+        lock."""
         now = time.monotonic_ns()
         with self._changed:
             if isinstance(message, Traced):
@@ -166,7 +168,7 @@ class SaveTrace:
             self._over(message.tier, "")
 
     def _over(self, tier: str, failure: str) -> None:
-        """A tier has nothing more to say; without the local one there is nothing at all."""
+        """Notes that a tier is done. The trace is over when all tiers are, or when the local one has failed."""
         if self._awaited is None or self._outcome:
             return
         self._awaited.pop(tier, None)
@@ -200,7 +202,7 @@ class SaveTrace:
                     self._changed.wait_for(lambda: self._last_words, _LAST_WORDS_S)
                 client.stop_tracing(save)
             with self._changed:
-                self._add_wait(time.monotonic_ns())  # of a save that was not committed
+                self._add_wait(time.monotonic_ns())  # for a save that was not committed
         with self._changed:
             outcome = self._outcome or f"not everything was done within {self._timeout_s:.0f} s"
             finished = FinishedTrace(
@@ -213,5 +215,5 @@ class SaveTrace:
             )
         try:
             self._write(finished)
-        except Exception:  # Boundary: a trace is worth nothing beside the training.
+        except Exception:  # Boundary: a failing trace must not disturb the training.
             logger.warning("the trace of step %d could not be written", self._step, exc_info=True)

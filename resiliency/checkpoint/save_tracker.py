@@ -32,28 +32,29 @@ __all__ = ["InFlightSave", "SaveTracker"]
 
 logger = logging.getLogger(__name__)
 
-#: Tickets of this many saves are updated.
+#: Number of saves whose tickets are kept up to date.
 _TICKETS = 64
-#: Seconds between two reads of the count of recorded shards, about whose changes the store sends no message.
+#: Seconds between two reads of the count of recorded shards; the store does not notify of changes.
 _COUNT_EVERY_S = 0.05
-#: Seconds after which the agent is asked for a step that this rank has recorded and that is not committed: the agent of
-#: another rank may have committed it, when ranks do their agents' work themselves.
+#: Seconds after which the agent is asked about a step that this rank has recorded and that is not committed: when ranks
+#: do their agents' work themselves, another rank's agent may have committed it.
 _ASK_EVERY_S = 0.25
-#: Added to that count by a rank that has given its part up: more than there are ranks.
+#: Added to that count by a rank that gives up its part: larger than any number of ranks.
 _GIVEN_UP = 1 << 32
 
 
 @dataclass
 class InFlightSave:
-    """The save whose shard the agent has not recorded yet; there is one at most.
+    """The save whose shard the agent has not recorded yet; there is at most one.
 
     Attributes:
         snapshot: its copy, until the fence.
         failure: why the copy failed; set by the copy thread.
-        sealed_at: monotonic time when the shard was sealed.
+        sealed_at: monotonic seconds when the shard was sealed; None: not yet.
         supersedes: names to delete once it is committed.
         trace: of this save, if it is traced.
-        undo_schedule: removes this save from the schedule of the slower tiers, so that the next save goes there.
+        undo_schedule: removes this save from the schedule of the slower tiers, so that the next save goes there
+            instead.
     """
 
     ticket: Ticket
@@ -81,20 +82,20 @@ class SaveTracker:
         self._serials: dict[int, int] = {}
         self._uncounted: set[StepId] = set()
         self._asks = session.client.config.shared and not self._counted and coordinator.world_size > 1
-        self._awaited: dict[StepId, float] = {}  # recorded, not committed: when the agent is asked next
+        self._awaited: dict[StepId, float] = {}  # not committed yet -> monotonic seconds when to ask next
         self._outcomes: list[Outcome] = []
         self.in_flight: InFlightSave | None = None
         self.skipped = 0
         speaks = self._rank == session.local_ranks[0] or session.client.embedded
         self._health = SaveHealth(self._rank, speaks=speaks)
-        #: Saves given up because tensors changed while they were copied.
+        #: Number of saves given up because tensors changed while they were copied.
         self.torn = 0
 
     # -- saves of this rank ---------------------------------------------------------------------------------------
 
     def next_id(self, step: int) -> StepId:
-        """Identity of a save of ``step`` that begins now. Call it once for each, also for one that is then skipped or
-        refused here: other ranks may save it, and the next one of that step must not be taken for it."""
+        """Identity of a save of ``step`` that begins now. Call it once per save, even if this rank then skips or
+        refuses the save: other ranks may save it, and the next save of the same step needs another identity."""
         session = self._session
         serial = self._serials.get(step, 0)
         self._serials[step] = serial + 1
@@ -108,15 +109,16 @@ class SaveTracker:
         return self.in_flight
 
     def copy_failed(self, in_flight: InFlightSave, failure: BaseException) -> None:
-        """Tells the training thread, which reports it, and may be waiting for this save. Thread: any. Blocks: no."""
+        """Passes a failed copy to the training thread, which may be waiting for it, and reports it. Thread: any.
+        Blocks: no."""
         in_flight.failure = failure
         if in_flight.trace is not None:
             in_flight.trace.end(_why(failure))
         self._session.client.wake()
 
     def fail(self, in_flight: InFlightSave, reason: str, *, kind: str = "") -> None:
-        """Reports that the save failed in this process: an event, an outcome, and a warning, unless a save before it
-        failed for the same ``kind`` of reason and none succeeded since."""
+        """Reports that the save failed in this process: an event, an outcome, and a warning, unless an earlier save
+        failed for the same ``kind`` of reason and none has succeeded since."""
         ticket = in_flight.ticket
         ticket.failed = reason
         if in_flight.trace is not None:
@@ -138,7 +140,7 @@ class SaveTracker:
         self._give_up(ticket.id, reason)
 
     def skip(self, save: StepId, reason: str) -> None:
-        """Reports that no save was started: an event, an outcome, and a warning the first time."""
+        """Reports that no save was started: an event, an outcome, and, the first time, a warning."""
         self.skipped += 1
         self._session.events.emit(EventKind.CHECKPOINT_SKIPPED, step=save.step, reason=reason, tier=LOCAL)
         self._outcomes.append(Outcome(id=save, tier=LOCAL, stage=None, reason=reason))
@@ -158,7 +160,7 @@ class SaveTracker:
         self._give_up(save, reason)
 
     def summarise(self) -> None:
-        """Says how many saves were given up; call at the end."""
+        """Warns of the number of saves given up; call it at the end."""
         self._health.summarise()
 
     @property
@@ -175,11 +177,12 @@ class SaveTracker:
 
     @property
     def waits_for_others(self) -> bool:
-        """True while a save waits for records of ranks of other agents, for which the count must be read."""
+        """True while a save waits for records of other agents' ranks, for which the shared counter must be read."""
         return bool(self._uncounted)
 
     def process_messages(self) -> None:
-        """Processes all messages received from the agent, and the failure of a copy. Blocks: no."""
+        """Handles all messages received from the agent, and the failure of a copy. Blocks: no, but for requests to the
+        store."""
         if self.in_flight is not None and self.in_flight.failure is not None:
             failure = self.in_flight.failure
             self.torn += isinstance(failure, TornSnapshot)
@@ -195,12 +198,13 @@ class SaveTracker:
             if recorded >= _GIVEN_UP:
                 self._given_up(step)
             elif recorded >= self._coordinator.world_size:
-                # Older saves that are still incomplete will never be committed: a rank failed there.
+                # Older saves that are still incomplete will never be committed, because a rank failed there.
                 self._uncounted = {other for other in self._uncounted if other > step}
                 self._session.client.send(Complete(id=step))
 
     def wait(self, timeout_s: float) -> None:
-        """Waits for a message, or 50 or 250 ms when waiting for other ranks; then processes the messages received."""
+        """Blocks until a message comes, at most ``timeout_s``, or 50 or 250 ms while waiting for other ranks; then
+        handles the messages received."""
         pause = _COUNT_EVERY_S if self._uncounted else _ASK_EVERY_S if self._awaited else timeout_s
         self._session.client.wait_message(min(timeout_s, pause))
         self.process_messages()
@@ -226,13 +230,13 @@ class SaveTracker:
             )
             waiting, self._uncounted = self._uncounted, set()
             if self._session.client.config.shared:
-                # In a shared folder the agent can see by itself which steps have all records.
+                # In a shared folder the agent itself sees which steps have all records.
                 for other in sorted(waiting):
                     self._session.client.send(Complete(id=other))
             return None
 
     def _give_up(self, step: StepId, reason: str) -> None:
-        """Tells the ranks that wait for this rank's part, and the agent, that it will not come."""
+        """Tells the agent, and the ranks that wait for this rank's part, that the part will not come."""
         self._uncounted.discard(step)
         self._awaited.pop(step, None)
         if self._counted:
@@ -241,7 +245,7 @@ class SaveTracker:
             self._session.client.send(GiveUp(id=step, reason=reason))
 
     def _given_up(self, step: StepId) -> None:
-        """Another rank has given its part of a save up: the step will never be whole."""
+        """Handles that another rank has given up its part of a save: the step will never be whole."""
         self._uncounted.discard(step)
         ticket, reason = self._tickets.get(step), "another rank gave its part up"
         if ticket is None or ticket.failed:
@@ -264,7 +268,7 @@ class SaveTracker:
             self._health.refuse_name(message.tier, message.id.step, message.name, message.reason)
 
     def _land(self, step: StepId) -> InFlightSave | None:
-        """Ends the flight of a save. Returns it, None when it was not in flight."""
+        """Ends the flight of a save. Returns the save; None when it was not in flight."""
         in_flight = self.in_flight
         if in_flight is None or in_flight.ticket.id != step:
             return None
@@ -287,7 +291,7 @@ class SaveTracker:
         if ticket is None:
             return
         if tier == LOCAL:
-            # Older ones that are still incomplete will never be committed: a rank failed there.
+            # Older saves that are still incomplete will never be committed, because a rank failed there.
             self._awaited = {other: due for other, due in self._awaited.items() if other > step}
         ticket.mark_reached(stage, tier)
         self._health.reach(tier, ticket.step, stage)
@@ -303,7 +307,7 @@ class SaveTracker:
             if ticket is not None and not message.retrying:
                 ticket.given_up[message.tier] = reason
             if not message.retrying and not message.id.of_attempt(self._session.attempt, self._session.token):
-                self._health.begin([message.tier])  # the agent goes on with what the attempt before has left
+                self._health.begin([message.tier])  # a step of an earlier attempt, not counted yet
             self._health.fail_remote(message.tier, step, reason, retrying=message.retrying, gave_way=message.gave_way)
         elif ticket is not None:
             self._awaited.pop(message.id, None)
@@ -331,5 +335,5 @@ class SaveTracker:
 
 
 def _why(failure: BaseException) -> str:
-    """One sentence for the log, the outcome and the trace, whichever of them is written first."""
+    """The failure as one sentence: the same for the log, the outcome and the trace."""
     return str(failure) if isinstance(failure, TierError) else f"the copy failed: {failure}"

@@ -1,4 +1,4 @@
-"""Starts a checkpointer: agrees on the attempt and the hosts of all ranks, and connects to the agent. Collective."""
+"""Opens a session: agrees with all ranks on the attempt and the hosts, and connects to the agent. Collective."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class Session:
     Attributes:
         attempt, token: identity of the attempt.
         lineage: the line of descent that its saves belong to.
-        nodes: host of each rank, ``[world_size]``.
-        node: host of this rank.
+        nodes: name of each rank's host, ``[world_size]``.
+        node: name of this rank's host.
         local_ranks: ranks of this host.
         together: True when one agent process serves every rank, so that it sees every record itself.
-        events: writer for this rank.
+        events: event writer of this rank.
         client: open connection to the agent.
         host_part: what this rank writes of the file that holds a replicated state.
     """
@@ -129,9 +129,9 @@ def open_session(
             except UnsupportedFormat as error:
                 unsupported = unsupported or str(error)
             except TierError as error:
-                # Who is to resume from there raises when that is not found. Others train, with what this host keeps.
-                # What lies there is not known now, and what this job saves must be above it later, when the store is up
-                # or the login mended.
+                # A job that is to resume from there raises later, when its step is not found. Other jobs train, with
+                # what this host keeps. The steps on that tier are unknown now; this job's saves must be on a larger
+                # line when the store is up again, or the login works, so the line is taken from the clock.
                 line = max(line, int(time.time()))
                 if not error.retryable:
                     logger.error("%s cannot be used: %s. Local checkpoints are written all the same", tier.root, error)
@@ -210,7 +210,7 @@ def open_session(
     ready = AgentReady(embedded=client.embedded, problem=problem)
     try:
         answers = gather(coordinator, "agent", ready, timeout=options.agree_timeout)
-    except BaseException:  # a rank is missing, or this one is interrupted: the agent must not wait for it
+    except BaseException:  # a rank is missing, or this one was interrupted: the agent must not wait for this rank
         client.close(timeout_s=2.0)
         events.close()
         raise
@@ -237,7 +237,8 @@ def open_session(
 
 
 def _host_part(rank: int, local_ranks: Sequence[int], shared: bool) -> HostPart:
-    """Of hosts that share a folder, the one with rank 0 writes the state; otherwise each host writes its own copy."""
+    """What this rank writes of shard 0. Of hosts that share a folder only rank 0's writes the state; otherwise each
+    host writes its own copy."""
     if shared and 0 not in local_ranks:
         return HostPart(writers=0)
     return HostPart(writers=len(local_ranks), index=local_ranks.index(rank))
@@ -246,7 +247,7 @@ def _host_part(rank: int, local_ranks: Sequence[int], shared: bool) -> HostPart:
 def _events_dir(local: LocalTierOptions, remotes: Sequence[RemoteTierOptions], run: str) -> str:
     """Folder of the event logs: in the first remote tier that is a folder, else in the local tier.
 
-    A ramdisk keeps them only as long as the job: its folder goes once everything is uploaded.
+    On a ramdisk the logs last only as long as the job, because their folder is deleted once everything is uploaded.
     """
     for remote in remotes:
         path = local_path(remote.address)
@@ -266,7 +267,8 @@ def _is_shared(
     coordinator: Coordinator,
     timeout: timedelta,
 ) -> bool:
-    """Whether all hosts see the same folder: each host writes a probe file there, and every rank looks for all."""
+    """True when all hosts see the same folder: each host writes a probe file there, and every rank looks for all of
+    them."""
     if local.shared is not None or len(set(nodes)) == 1:
         return local.shared is not False
     own_probe = os.path.join(meta, f".probe-{token}-{node}")

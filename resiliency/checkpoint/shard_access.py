@@ -29,10 +29,10 @@ class ShardAccess:
 
     Args:
         here: the local tier of this host, as a source; shards are fetched into it.
-        openers: by tier name; for ``here`` and for every source to fetch from.
+        openers: by tier name: for ``here``, and for every source to fetch from.
         run: name of the run.
         rank: this rank.
-        events: log of repairs and bad copies.
+        events: receives repairs and bad copies.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ShardAccess:
         return problems
 
     def open(self, plan: RestorePlan, readers: dict[int, ShardReader]) -> list[CopyProblem]:
-        """Opens the shards this rank needs, which checks their ends, and returns the bad copies.
+        """Opens the shards this rank needs, which checks the end of each file, and returns the bad copies.
 
         Args:
             readers: opened shards are added here, by rank; the caller closes them, also after errors.
@@ -88,7 +88,7 @@ class ShardAccess:
     def fill(
         self, plan: RestorePlan, readers: Mapping[int, ShardReader], assembler: ShardAssembler, *, threads: int
     ) -> list[CopyProblem]:
-        """Reads and checks the assembler's plan from all shards, and returns the bad copies."""
+        """Carries out the assembler's read plan, with digest checks, and returns the bad copies."""
         problems = []
         for rank, ranges in assembler.read(threads=threads).items():
             path = readers[rank].path
@@ -97,19 +97,19 @@ class ShardAccess:
         return problems
 
     def problem_with(self, plan: RestorePlan, readers: Mapping[int, ShardReader], error: CorruptShard) -> CopyProblem:
-        """The bad copy that an error is about, by the path in it."""
+        """The bad copy that an error is about, found by the error's path."""
         rank = next((rank for rank, reader in readers.items() if reader.path == error.path), 0)
         return self._problem(self._copy(plan, rank), error)
 
     def _source(self, plan: RestorePlan, rank: int) -> ShardSource:
-        """The source a shard is read from in place: one on this host, or the local tier it was fetched into."""
+        """The source from which a shard is read in place: one on this host, or the local tier it was fetched into."""
         return plan.in_place(self._host, rank) or self._here
 
     def _copy(self, plan: RestorePlan, rank: int) -> BadCopy:
         return BadCopy(source=self._source(plan, rank), step=plan.step, rank=rank)
 
     def _problem(self, copy: BadCopy, error: Exception) -> CopyProblem:
-        """Logs a bad copy, and describes it for the other ranks."""
+        """Logs a bad copy, and returns its description for the other ranks."""
         ranges = list(error.ranges) if isinstance(error, CorruptShard) else []
         self._events.emit(EventKind.CHECKPOINT_CORRUPT, step=copy.step.step, path=str(error), ranges=ranges)
         logger.warning("rank %d: %s; trying the next copy", self._rank, error)

@@ -3,7 +3,7 @@
 A block of a shard is read once, in strides that fit into a core's cache: each stride is digested, and copied to its
 destination while it is in the cache. Several threads share the blocks. Checking everything first and copying afterwards
 would read the file twice (1 GiB on two cores: 101 ms instead of 66 ms; a bare copy takes 52 to 60). The disadvantage:
-after damage was found, the tensors hold undefined values until another copy is read, or the restore fails.
+once damage is found, the tensors hold undefined values until another copy is read, or the restore fails.
 
 Boxes that are cut across rows, converted, or go to a GPU are copied by torch, after their blocks were checked.
 """
@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 #: Bytes copied and digested at a time, see :mod:`resiliency.checkpoint.snapshot`.
 _STRIDE = 512 * 1024
-#: More threads are not faster: memory bandwidth is the limit.
+#: Most threads; more are not faster, because memory bandwidth is the limit.
 _MAX_THREADS = 4
 
 
 def threads_for(ranks: int) -> int:
-    """Threads each of ``ranks`` ranks of this host may use to read."""
+    """Number of threads with which each of ``ranks`` ranks of this host may read."""
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // ranks))
 
 
@@ -57,8 +57,8 @@ class ShardAssembler:
     """Carries out a read plan over the shards of a step. Call :meth:`read`, then :meth:`result`.
 
     Args:
-        readers: by rank; must stay open until the result was returned. Of a replicated step shard 0 and, where there is
-            one, the own shard of ``rank``; of a sharded step all.
+        readers: by rank; must stay open until :meth:`result` has returned. For a replicated step: shard 0 and, if there
+            is one, the own shard of ``rank``; for a sharded step: all shards.
         rank: the rank whose own state is read.
         planner: called once with every chunk; returns the read plan. None: everything is read into new tensors.
         allow_pickle: also restore objects of any class.
@@ -73,7 +73,7 @@ class ShardAssembler:
     ) -> None:
         self._readers, self._rank, self._allow_pickle = readers, rank, allow_pickle
         self._segments: dict[int, list[_ByteRange]] = {index: [] for index in readers}
-        # Further bytes to check, beside the segments.
+        # Further byte ranges to check, which no segment reads.
         self._ranges: dict[int, list[tuple[int, int]]] = {index: [(0, IDENTITY_BYTES)] for index in readers}
         self._by_torch: list[tuple[ShardReader, Placed, Read]] = []
         self._direct: list[Tensor] = []
@@ -86,7 +86,7 @@ class ShardAssembler:
             state = self._replicated = ReplicatedState(first, allow_pickle=allow_pickle)
             if planner is None:
                 self._read_storages(state, state.storages)
-                # Headers too, which torch goes by when it reads the file.
+                # Checks headers too, because torch uses them when it reads the file.
                 self._ranges[0].append((0, first.record.nbytes))
                 return
             places, hidden = state.place()
@@ -97,7 +97,7 @@ class ShardAssembler:
             for index, reader in readers.items():
                 for placed in sharded_chunks(reader):
                     where[placed.chunk.key, placed.chunk.offsets] = (index, placed)
-            if planner is not None:  # it may want each of several tensors that were one
+            if planner is not None:  # the planner may want several keys of one stored tensor
                 _add_further_keys(where, self._sharded.further_keys)
         planner = planner or plan_new()
         self._plan = planner([placed.chunk for _, placed in where.values()])
@@ -112,7 +112,8 @@ class ShardAssembler:
                 self._by_torch.append((readers[index], placed, read))
 
     def _read_storages(self, state: ReplicatedState, keys: Iterable[str]) -> None:
-        """Whole storages are read as they are stored, so that views, strides and shared memory come back too."""
+        """Adds whole storages to the plan, as they are stored, so that views, strides and shared memory are restored
+        too."""
         for key in keys:
             storage, entry = state.storages[key], self._readers[0].entries[storage_name(key)]
             if entry.nbytes:
@@ -120,10 +121,10 @@ class ShardAssembler:
 
     @torch.no_grad()
     def read(self, *, threads: int) -> dict[int, list[tuple[int, int]]]:
-        """Reads and checks every block with bytes of the plan. Blocks: until all are read.
+        """Reads and checks every block that has bytes of the plan. Blocks: until all are read.
 
         Returns:
-            Byte ranges that do not match their digests, by shard; empty when all match.
+            Shard number -> byte ranges that do not match their digests; empty when all match.
         """
         jobs = [(index, block, segments) for index in self._readers for block, segments in self._blocks(index)]
         good = [False] * len(jobs)
@@ -145,14 +146,14 @@ class ShardAssembler:
                 bad.setdefault(index, []).append(self._readers[index].record.blocks.bounds(block))
         for tensor in self._direct:
             if not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)  # the change in place, for autograd
+                torch.autograd.graph.increment_version(tensor)  # tells autograd of the change in place
         if not bad:
             for reader, placed, read in self._by_torch:
                 read.destination.detach().copy_(box_of(reader.tensor(placed), read.box_offsets, read.lengths))
         return bad
 
     def _blocks(self, index: int) -> list[tuple[int, list[_ByteRange]]]:
-        """Blocks of a shard with bytes of the plan, in order, each with the segments in it, in order."""
+        """The blocks of a shard that have bytes of the plan, in order, each with its segments in order."""
         blocks = self._readers[index].record.blocks
         found: dict[int, list[_ByteRange]] = {}
         for segment in sorted(self._segments[index], key=lambda segment: segment.start):
@@ -164,7 +165,7 @@ class ShardAssembler:
         return sorted(found.items())
 
     def result(self) -> tuple[Any, Any]:
-        """The state tree and the rank's own tree (None when the step has none for this rank).
+        """The state tree, and the rank's own tree (None when the step has none for this rank).
 
         Call it only after a :meth:`read` that found no damage.
 
@@ -186,7 +187,7 @@ class ShardAssembler:
 def _add_further_keys(
     where: dict[tuple[str, tuple[int, ...]], tuple[int, Placed]], further_keys: Mapping[str, str]
 ) -> None:
-    """Adds the chunks of each leaf under its other keys."""
+    """Adds the chunks of each leaf under the leaf's other keys, too."""
     under: dict[str, list[str]] = {}
     for key, stored in further_keys.items():
         under.setdefault(stored, []).append(key)
@@ -196,7 +197,8 @@ def _add_further_keys(
 
 
 def _segment(read: Read, placed: Placed) -> _ByteRange | None:
-    """The read as a copy of contiguous bytes, or None when source or destination is not contiguous."""
+    """The read as a copy of contiguous bytes; None when source or destination is not contiguous, or needs
+    conversion."""
     target, chunk, start = read.destination, placed.chunk, placed.start
     whole = read.lengths == chunk.sizes  # a box as large as the chunk begins where the chunk does
     whole_rows = whole or (read.lengths[1:] == chunk.sizes[1:] and not any(read.box_offsets[1:]))

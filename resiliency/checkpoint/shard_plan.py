@@ -1,9 +1,10 @@
 """Plans a save: turns a state tree, or a caller's write plan, into the files this rank writes.
 
-A state that every rank holds whole is *replicated*: shard 0 is a stock checkpoint with everything, written by the ranks
-of one host together (of every host, where each host has a folder of its own). The large storages come first, at places
-that follow from their sizes, so that every rank knows where its part goes without talking; what only the first rank of
-the host knows (small tensors, Python objects) follows. The other ranks have a small shard with what is theirs alone.
+A state that every rank holds whole is *replicated*: shard 0 is a stock checkpoint with the whole state, written by the
+ranks of one host together (of every host, where each host has its own folder). Large storages come first, at offsets
+that follow from their sizes, so that every rank knows where its part goes without communication; then comes what only
+the first rank of the host knows (small tensors, Python objects). Every other rank writes a small shard with its own
+data.
 
 A state of which ranks hold parts (DTensors, a :class:`WritePlan`) is *sharded*: each rank writes one shard with its
 boxes, as :mod:`resiliency.checkpoint.plan` assigns them.
@@ -51,11 +52,11 @@ _MIN_BLOCK = 256 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class HostPart:
-    """What this rank has to do with its host's copy of shard 0.
+    """This rank's part in writing its host's copy of shard 0.
 
     Attributes:
-        writers: ranks of this host that write shard 0 together; 0: another host's ranks write it for all.
-        index: this rank's number among them. 0: it also writes what is not shared.
+        writers: number of ranks of this host that write shard 0 together; 0: ranks of another host write it for all.
+        index: number of this rank among them. 0: it also writes what is not shared.
     """
 
     writers: int = 1
@@ -64,16 +65,16 @@ class HostPart:
 
 @dataclass(frozen=True)
 class _CachedLayout:
-    """What follows from the structure of a replicated state alone; used again while that stays.
+    """What follows from the structure of a replicated state alone; kept for later saves while the structure stays.
 
     Attributes:
-        signature: equal for states this layout fits.
+        signature: equal for all states that this layout fits.
         order: numbers of the storages, in file order.
         file: what this rank writes; None: nothing.
-        large: whether each storage may be copied late at all, in file order.
+        large: for each storage, in file order, whether it is large enough to be copied late.
         on_cuda: a storage is on a GPU.
         plan: digest of what the ranks share.
-        structure: the structure it was made from.
+        structure: the structure that the layout was made from.
     """
 
     signature: object
@@ -87,7 +88,8 @@ class _CachedLayout:
 
 @dataclass(frozen=True)
 class _CachedShare:
-    """The boxes this rank described at the last exchange, the share that was planned from all, and the keys of all."""
+    """The boxes of this rank at the last exchange, the share that was planned from all boxes, and the keys of all
+    ranks."""
 
     boxes: tuple[HeldBox, ...]
     share: RankShare
@@ -98,8 +100,8 @@ class ShardPlanner:
     """Plans saves; caches what follows from the structure of the state. Thread: training.
 
     Args:
-        rank, world_size: of this job.
-        small_nbytes: tensors below this many bytes are written by the first rank of a host, and never copied late.
+        rank, world_size: of this process in the job.
+        small_nbytes: tensors with fewer bytes are written by the first rank of a host, and never copied late.
     """
 
     def __init__(self, *, rank: int, world_size: int, small_nbytes: int) -> None:
@@ -144,21 +146,22 @@ class ShardPlanner:
         except ConfigError:
             if host.writers and host.index == 0:
                 raise
-            # Its objects are those of another rank in the file: what only this rank cannot store is no reason.
+            # The file gets its objects from the first rank of a host, so objects that only this rank cannot store are
+            # no error.
             structure = dump(without_refused(state, is_leaf=_is_sharded), is_leaf=_is_sharded)
         if structure.leaves:
             return self._plan_sharded(state, own, lazy, coordinator, agree_timeout)
         return self._plan_replicated(state, structure, own, lazy, replicated, host)
 
     def estimate(self, tensors: Mapping[str, Tensor], *, host: HostPart) -> int:
-        """An upper estimate of the bytes of the file this rank takes part in, for tensors that may be on the meta
-        device; 0 when it takes part in none."""
+        """An upper estimate, in bytes, of the file that this rank takes part in writing, for tensors that may be on the
+        meta device; 0 when it takes part in none."""
         if not host.writers:
             return 0
-        # Plus room for headers, Python objects and small tensors; a file that is too long is cut.
+        # Adds room for headers, Python objects and small tensors; a file that is too long is cut.
         return int(sum(tensor.nbytes for tensor in tensors.values()) * 1.02) + (1 << 20)
 
-    # -- a state that every rank holds whole ------------------------------------------------------------------------
+    # -- a replicated state -------------------------------------------------------------------------------------------
 
     def _plan_replicated(
         self,
@@ -169,7 +172,7 @@ class ShardPlanner:
         replicated: Callable[[Tensor], bool] | None,
         host: HostPart,
     ) -> ShardPlan:
-        # Only with several writers does it matter which tensors they share.
+        # Which tensors ranks may share matters only when there are several ranks.
         shared = None
         if self._world_size > 1 and replicated is not None:
             shared = [
@@ -208,9 +211,9 @@ class ShardPlanner:
             shared = [False] * len(sizes)
         elif shared is None:
             shared = [nbytes >= self._small_nbytes for nbytes in sizes]
-        # A storage that torch describes has its number in the pickle, which may differ between ranks.
+        # A storage that torch itself describes has its number in the pickle, and the number may differ between ranks.
         first = [i for i, together in enumerate(shared) if together and i not in structure.torch_described]
-        # Ranks may hold the same dict in different orders, and then must not take one tensor for another.
+        # Sorted by path, because ranks may hold the same dict in different orders, and must not confuse two tensors.
         paths = _paths(state, structure) if first else {}
         first.sort(key=lambda index: paths.get(index, ""))
         chosen = set(first)
@@ -219,7 +222,7 @@ class ShardPlanner:
         keys = structure.set_keys(order)
         layout = lay_out_storages([(key, sizes[index]) for key, index in zip(keys, order, strict=True)])
         shared_end = layout.storages[len(first) - 1].end if first else IDENTITY_BYTES
-        # Small enough that the ranks of a host can share the work evenly.
+        # Halved until the blocks are small enough for the ranks of a host to share the work evenly.
         block_bytes = BLOCK_BYTES
         while host.writers > 1 and block_bytes > _MIN_BLOCK and shared_end < 4 * host.writers * block_bytes:
             block_bytes //= 2
@@ -241,16 +244,16 @@ class ShardPlanner:
             large=tuple(sizes[index] >= self._small_nbytes for index in order),
             on_cuda=any(location.startswith("cuda") for _, location in structure.signature[1]),
             plan=hashlib.blake2b(repr(described).encode(), digest_size=8).hexdigest(),
-            # Without what keeps the tensors of this save in memory.
+            # without parts that would keep the tensors of this save in memory
             structure=dataclasses.replace(structure, extents=[], leaves=[], _template=b""),
         )
 
-    # -- a state of which ranks hold parts --------------------------------------------------------------------------
+    # -- a sharded state ----------------------------------------------------------------------------------------------
 
     def _plan_sharded(
         self, state: Any, own: OwnState, lazy: Wanted, coordinator: Coordinator, agree_timeout: timedelta
     ) -> ShardPlan:
-        # Plain tensors too are described and shared out: every tensor is a leaf.
+        # Plain tensors, too, are described and divided between ranks: every tensor is a leaf.
         structure = dump(state, is_leaf=_is_leaf)
         keys = {id(leaf): key for key, leaf in reversed(keyed_leaves(state).items())}
         if structure.extents:
@@ -280,7 +283,7 @@ class ShardPlanner:
     ) -> ShardPlan:
         held = {(chunk.key, chunk.offsets): chunk.tensor.detach() for chunk in given.chunks}
         for (key, _), tensor in held.items():
-            if not has_memory(tensor):  # it may have been freed since the plan was made
+            if not has_memory(tensor):  # it may have been freed since the write plan was made
                 raise refusal(tensor, key)
         boxes = tuple(
             held_box(chunk.key, chunk.box, chunk.shape or (), chunk.tensor.dtype, replicated=False)
@@ -288,7 +291,7 @@ class ShardPlanner:
         )
         agreed = self._agree(boxes, coordinator, agree_timeout)
         sources = [held[chunk.key, chunk.offsets] for chunk in agreed.share.chunks]
-        # The objects of every rank are checked, so that all ranks refuse what one would.
+        # Every rank checks its objects, so that all ranks refuse a state that rank 0 would refuse.
         objects = _flat_structure(agreed.keys, given.objects)
         entries = [(STRUCTURE, objects)] if self._rank == 0 else []
         return self._sharded(agreed.share, sources, entries, own, lazy)
@@ -302,8 +305,8 @@ class ShardPlanner:
         lazy: Wanted,
     ) -> ShardPlan:
         chunks = share.chunks
-        # For torch.load, a flat dict of what this file holds. The stand-ins have the sizes of the chunks and come in
-        # their order, so storage i is chunk i.
+        # For torch.load: a flat dict of what this file holds. The stand-in tensors have the sizes of the chunks and are
+        # in the same order, so storage i is chunk i.
         flat = dump(
             {
                 chunk.key if chunk.whole else f"{chunk.key}@{','.join(map(str, chunk.offsets))}": torch.empty(
@@ -342,7 +345,12 @@ class ShardPlanner:
         )
 
     def _agree(self, boxes: tuple[HeldBox, ...], coordinator: Coordinator, agree_timeout: timedelta) -> _CachedShare:
-        """Plans which rank writes which box. Collective when the boxes of some rank have changed."""
+        """Plans which rank writes which box. Collective when the boxes of any rank have changed.
+
+        Raises:
+            ConfigError: the boxes of the ranks do not fit together.
+            Timeout: a rank is missing.
+        """
         known = self._cached_share
         if known is None or known.boxes != boxes:
             described = [boxes]
@@ -356,11 +364,12 @@ class ShardPlanner:
 
 
 def _refuse_hidden(state: Any, structure: Structure, keys: Mapping[int, str]) -> None:
-    """A plain tensor that is also a key of a dict, or in an object, is stored once and comes back in all places. Of a
-    leaf of another class only those places are filled that :func:`keyed_leaves` looks into.
+    """Refuses leaves that could not all be restored. A plain tensor that is also a key of a dict, or inside an object,
+    is stored once and restored in all places; but a leaf of another class is restored only in places that
+    :func:`keyed_leaves` looks into.
 
     Raises:
-        ConfigError: one is in another place too.
+        ConfigError: a leaf of another class is in another place, too.
     """
     several = [
         leaf
@@ -379,8 +388,8 @@ def _refuse_hidden(state: Any, structure: Structure, keys: Mapping[int, str]) ->
 
 
 def _paths(state: Any, structure: Structure) -> dict[int, str]:
-    """Where in the state storages are, by their numbers; of tied tensors the first path by name. About 3 microseconds a
-    tensor; a tensor inside an object has none."""
+    """Storage number -> path in the state; for tied tensors the alphabetically first path. Takes about 3 microseconds
+    per tensor; a tensor inside an object has no path."""
     at: dict[tuple[int, int], str] = {}
     for key, leaf in keyed_leaves(state).items():
         if type(leaf) in (Tensor, torch.nn.Parameter) and leaf.layout is torch.strided and has_memory(leaf):
@@ -391,10 +400,10 @@ def _paths(state: Any, structure: Structure) -> dict[int, str]:
 
 
 def _dump_own(per_rank: Any) -> Structure:
-    """The structure of what only this rank has.
+    """The structure of this rank's own state.
 
     Raises:
-        ConfigError: a tensor of which this rank holds a part, which nobody could put together again.
+        ConfigError: it holds a tensor of which this rank has only a part, which nobody could reassemble.
     """
     structure = dump(per_rank, is_leaf=_is_sharded)
     if structure.leaves:
@@ -408,7 +417,7 @@ def _dump_own(per_rank: Any) -> Structure:
 
 
 def _is_sharded(class_: type) -> bool:
-    """True for classes of which a rank may hold a part."""
+    """True for leaf classes of which a rank may hold only a part."""
     if class_ is Tensor or class_ is torch.nn.Parameter:
         return False
     kind = kind_of_class(class_)
@@ -420,10 +429,10 @@ def _is_leaf(class_: type) -> bool:
 
 
 def _flat_structure(keys: Sequence[str], objects: Mapping[str, Any]) -> bytes:
-    """The structure of a flat dict: a tensor under each of ``keys``, and ``objects`` beside them.
+    """The structure of a flat dict with a tensor under each of ``keys``, and with ``objects``.
 
     Raises:
-        ConfigError: an object that cannot be stored, holds a tensor, or has the key of one.
+        ConfigError: an object cannot be stored, holds a tensor, or has the key of a tensor.
     """
     for key, value in objects.items():
         flat = dump(value, is_leaf=_is_leaf)
@@ -436,13 +445,17 @@ def _flat_structure(keys: Sequence[str], objects: Mapping[str, Any]) -> bytes:
 
 
 def _source(key: str, leaf: Any, box: Box) -> Tensor:
-    """The memory a chunk is copied from."""
+    """The tensor whose memory a chunk is copied from.
+
+    Raises:
+        ConfigError: the leaf kind returned a tensor that does not fit the box.
+    """
     kind = kind_of(leaf)
     try:
         local = kind.local(leaf, box)
     except ConfigError as error:
         raise ConfigError(f"tensor {key!r}: {error}") from error
-    # What is copied is this many bytes from its address on, so a kind that is wrong would read other memory.
+    # Checked, because the copy reads this many bytes from the tensor's address, and would read other memory.
     if type(leaf) is not Tensor:
         dtype = kind.describe(leaf).dtype
         if tuple(local.shape) != tuple(box.sizes) or local.dtype != dtype or not has_memory(local):

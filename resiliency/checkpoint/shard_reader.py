@@ -1,4 +1,4 @@
-"""Reads one shard file of the local tier, and checks its end against its record."""
+"""Reads one shard file of the local tier, and checks the end of the file against its record."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["ShardReader", "shard_reader"]
 
 
 class ShardReader:
-    """A local shard file, open for reading. Close after use.
+    """A local shard file, open for reading. Close it after use.
 
-    It is read with ``pread``, not through a mapping: that would fault for each page (on a ramdisk twice the time), and
-    a failing disk, or somebody who cuts the file meanwhile, would end the process with a signal.
+    It is read with ``pread``, not through a mapping: a mapping would fault for each page (on a ramdisk this takes twice
+    the time), and a failing disk, or somebody who truncates the file meanwhile, would end the process with a signal.
 
     Attributes:
         entries: of the archive, by name.
@@ -50,7 +50,7 @@ class ShardReader:
         if size != record.nbytes or size < IDENTITY_BYTES:
             raise CorruptShard(f"{path}: {size} bytes instead of {record.nbytes}", path=path)
         self.tail_start = record.sections[-1] if record.sections else 0
-        self.check(self.tail_start)  # what follows the storages, because it says where all other bytes are
+        self.check(self.tail_start)  # first, because the end says where all other bytes are
         identity = read_identity(self._checked(0, IDENTITY_BYTES), where=path)
         expected = (record.id, record.run, record.rank)
         if identity is None or (identity.id, identity.run, identity.rank) != expected:
@@ -60,15 +60,15 @@ class ShardReader:
 
     @property
     def has_rank_state(self) -> bool:
-        """False for the copy of a replicated state that a host without rank 0 wrote into a folder of its own: shard 0
-        of rank 0's host alone has what rank 0 had for itself."""
+        """True when this shard holds its rank's own state. False for a copy of shard 0 that a host without rank 0 wrote
+        into its own folder: only rank 0's host has rank 0's own state."""
         return RANK_STATE in self.entries
 
     def check(self, start: int = 0) -> None:
-        """Checks the blocks from an offset on against their digests. Blocks: for reading them.
+        """Compares the blocks from an offset on with their digests. Blocks: while it reads them.
 
         Raises:
-            CorruptShard: names the first that does not match.
+            CorruptShard: a block does not match; names the first.
         """
         blocks = self.record.blocks
         for index in blocks.within(start, self.record.nbytes):
@@ -81,7 +81,7 @@ class ShardReader:
                 )
 
     def read(self, start: int, end: int) -> bytes:
-        """Bytes of the file; fewer when it was made shorter. Thread: any; without the GIL.
+        """Bytes ``[start, end)`` of the file; fewer when it was truncated. Thread: any; releases the GIL.
 
         Raises:
             OSError: the disk failed.
@@ -93,10 +93,10 @@ class ShardReader:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _checked(self, start: int, end: int) -> bytes:
-        """As :meth:`read`.
+        """Like :meth:`read`, but never fewer bytes.
 
         Raises:
-            CorruptShard: they cannot be read.
+            CorruptShard: the bytes cannot be read.
         """
         try:
             found = self.read(start, end)
@@ -110,7 +110,7 @@ class ShardReader:
         """The data of an entry that follows the storages.
 
         Raises:
-            CorruptShard: there is none of that name.
+            CorruptShard: there is no entry of that name.
         """
         found = self.entries.get(name)
         if found is None or found.at < self.tail_start:
@@ -118,20 +118,20 @@ class ShardReader:
         return self._checked(found.start, found.end)
 
     def take(self, start: int, address: int, nbytes: int, digest: Any) -> None:
-        """Copies bytes of the file to memory and adds them to a digest. Thread: any; without the GIL.
+        """Copies bytes of the file to memory and adds them to a digest. Thread: any; releases the GIL.
 
         Raises:
             OSError: the disk failed.
         """
         target = view(address, nbytes)
-        self._fill(start, target)  # where the file was shortened the digest will not match
+        self._fill(start, target)  # if the file was truncated, the digest will not match
         digest.update(target)
 
     def copy(self, start: int, address: int, nbytes: int) -> None:
         """Copies bytes of the file to memory.
 
         Raises:
-            CorruptShard: they cannot be read.
+            CorruptShard: the bytes cannot be read.
         """
         try:
             done = self._fill(start, view(address, nbytes))
@@ -166,7 +166,7 @@ class ShardReader:
         return torch._neg_view(tensor) if placed.negated else tensor
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the file. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

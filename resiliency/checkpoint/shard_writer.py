@@ -1,4 +1,4 @@
-"""Turns a shard plan into the copies that fill its files. Independent of state trees."""
+"""Turns a shard plan into the copies that fill its files. Knows nothing of state trees."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ __all__ = ["BouncePool", "FilePlan", "OwnState", "ShardPlan", "StateFile", "Writ
 
 @dataclass(frozen=True)
 class OwnState:
-    """What only this rank has, with copies of its tensors' bytes."""
+    """This rank's own state, with copies of its tensors' bytes."""
 
     structure: Structure
     data: tuple[bytes, ...]
 
     @classmethod
     def of(cls, structure: Structure) -> OwnState:
-        """Copies the bytes of the tensors; they may change then."""
+        """Copies the bytes of the tensors, which may change afterwards."""
         return cls(structure, tuple(_copied(*extent) for extent in structure.extents))
 
     def to_bytes(self) -> bytes:
-        """A stock checkpoint with this state."""
+        """The state as the bytes of a stock checkpoint."""
         keys = self.structure.set_keys(range(len(self.data)))
         layout = lay_out_storages([(key, len(data)) for key, data in zip(keys, self.data, strict=True)], identity=False)
         pieces: list[bytes] = []
@@ -57,7 +57,8 @@ class OwnState:
 
 
 def _structure_of(entries: Sequence[tuple[str, bytes]]) -> bytes:
-    """The pickle of the state's structure in a file's tail: beside that of a sharded one lies one for torch.load."""
+    """The pickle of the state's structure in a file's tail; a sharded state has a second pickle there, for
+    torch.load."""
     found = dict(entries)
     if STRUCTURE in found:
         return found[STRUCTURE].partition(b"\n")[2]
@@ -71,8 +72,8 @@ def _copied(tensor: Tensor, address: int, nbytes: int) -> bytes:
 
 
 def _raw(tensor: Tensor, address: int) -> Tensor:
-    """The bytes of an extent, on its device: its elements in C order; of a tensor that does not lie so and has an
-    address, all of its storage."""
+    """The bytes of an extent, as a tensor on the same device: the elements in C order, or, for a non-contiguous tensor
+    with an address, its whole storage."""
     if address and not tensor.is_contiguous():
         return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
@@ -80,18 +81,19 @@ def _raw(tensor: Tensor, address: int) -> Tensor:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """What follows from the layout of a file alone: what this rank copies into it. Used again from save to save.
+    """What this rank copies into a file, as far as it follows from the layout alone; kept from save to save.
 
     Attributes:
         layout: of the file.
-        shared_end: the ranks of the host share the bytes before this offset; index 0 writes all that follows.
+        shared_end: the ranks of the host share the bytes before this offset; the rank with index 0 writes all that
+            follows.
         block_bytes: size of the blocks.
-        writers, index: how many ranks write it, and which of them this one is.
+        writers, index: number of ranks that write the file, and which of them this one is.
         blocks: the blocks of the file up to its tail.
         mine: numbers of the blocks this rank writes.
         starts: offset of each storage, in file order.
-        needed: for each storage, whether this rank's blocks hold a byte of it. None: all.
-        tasks: the copies, with a header (at 1, 3, 5, ...) and a stand-in (at 2, 4, 6, ...) for each storage.
+        needed: for each storage, whether this rank's blocks hold a byte of it. None: all do.
+        tasks: the copies: for each storage a header (at 1, 3, 5, ...) and a stand-in for its data (at 2, 4, 6, ...).
     """
 
     layout: StorageLayout
@@ -111,7 +113,8 @@ class FilePlan:
         sections = (shared_end,) if shared_end < layout.end else ()
         blocks = Blocks(layout.end, block_bytes, sections)
         shared = len(blocks.within(0, shared_end))
-        # Rounded up, so that the first rank, which writes the rest, has a block if there are fewer than ranks.
+        # Rounded up, so that the first rank, which also writes the rest, has a block even if there are fewer blocks
+        # than ranks.
         mine: Sequence[int] = range(-(-shared * index // writers), -(-shared * (index + 1) // writers))
         if index == 0:
             mine = [*mine, *range(shared, blocks.count)]
@@ -129,7 +132,7 @@ class FilePlan:
 
     @property
     def mapped_nbytes(self) -> int:
-        """How much of the file this rank maps."""
+        """Number of bytes of the file that this rank maps."""
         return self.layout.end if self.index == 0 else self.shared_end
 
 
@@ -138,14 +141,14 @@ class StateFile:
     """The file with (a part of) the state that this rank writes, alone or with other ranks of its host.
 
     Attributes:
-        plan: what follows from its layout.
+        plan: what follows from the file's layout.
         extents: (tensor, address, bytes) of each storage, in file order; address 0: the tensor's elements in C order.
-        storages: number of each in the structure, in file order; for messages.
-        lazy: which may be copied after ``save`` has returned, in file order. None: none may; the caller fences before
-            it returns, so that no private copy is needed.
+        storages: each storage's number in the structure, in file order; for messages.
+        lazy: for each storage, in file order, whether it may be copied after ``save`` has returned. None: none may; the
+            caller fences before it returns, so that no private copy is needed.
         on_cuda: a source is on a GPU.
-        tail: makes the entries that follow the storages; called on the copy thread.
-        key_of: where in the state a storage is, for messages.
+        tail: makes the archive entries that follow the storages; called on the copy thread.
+        key_of: path in the state of a storage, by number; for messages.
     """
 
     plan: FilePlan
@@ -164,8 +167,8 @@ class ShardPlan:
     Attributes:
         replicated: shard 0 holds the whole state.
         plan: hex digest of what all ranks write; equal in all shards of a step.
-        own: what only this rank has.
-        file: the file with the state; None: other hosts' ranks write it.
+        own: this rank's own state.
+        file: the file with the state; None: ranks of other hosts write it.
     """
 
     replicated: bool
@@ -175,14 +178,14 @@ class ShardPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state's file up to its tail; 0 when this rank writes none."""
+        """Bytes of the state's file up to its tail; 0 when this rank does not write it."""
         return self.file.plan.layout.end if self.file is not None else 0
 
 
 @dataclass
 class WrittenFile:
-    """What became of a file, known once its tail is written: its size, where blocks begin anew, and the pickle of the
-    state's structure in it."""
+    """Facts of a file, known once its tail is written: its size, the offsets where block numbering starts anew, and the
+    pickle of the state's structure."""
 
     nbytes: int = 0
     sections: tuple[int, ...] = ()
@@ -190,15 +193,16 @@ class WrittenFile:
 
 
 class BouncePool:
-    """Page-locked memory for copies from a GPU; kept from save to save. Thread: training."""
+    """Page-locked memory for copies from a GPU, kept from save to save. Thread: training."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
 
     def take(self, nbytes: int) -> Tensor:
-        """``nbytes`` bytes, U8; those given before must not be in use any more."""
+        """A buffer of ``nbytes`` bytes (uint8). Buffers given before must not be in use any more, because they share
+        its memory."""
         if self._buffer is None or self._buffer.numel() < nbytes:
-            self._buffer = None  # first free it, then take the larger one
+            self._buffer = None  # frees the old buffer before the larger one is made
             pinned = torch.cuda.is_available()
             self._buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         return self._buffer[:nbytes]
@@ -216,20 +220,20 @@ def state_job(
     compare: bool = False,
     record: Callable[[], ShardRecord] | None = None,
 ) -> tuple[Job, int]:
-    """The copies that fill a rank's part of the state's file, and the number of bytes that may be copied late.
+    """The copies that fill this rank's part of the state's file, and the number of bytes that may be copied late.
 
     The training thread never writes to the mapping: while the file system commits its journal (during an fsync of the
     previous step), a store of one byte can block for tens of milliseconds. Tensors that must be copied now are copied
     to private memory.
 
     Args:
-        own: what only this rank has, for the file's tail; None: it is not in this file.
-        written: filled in when the tail is written.
+        own: this rank's own state, for the file's tail; None: it is in another file.
+        written: is filled in when the tail is written.
         open_file: opens the file.
-        discard: removes it when the save is given up.
-        compare: as in :class:`~resiliency.checkpoint.snapshot.Job`, if anything may be copied late.
-        record: of a file that is the whole step, what its record says except of the file itself; called when the tail
-            is written, in which the record goes. None: it is not the whole step.
+        discard: deletes the file when the save is given up.
+        compare: as in :class:`~resiliency.checkpoint.snapshot.Job`; ignored when nothing may be copied late.
+        record: for a file that is the whole step: returns its record, without the facts of the file itself, when the
+            tail is written; the record goes into the tail. None: the file is not the whole step.
     """
     plan = file.plan
     first = torch.frombuffer(bytearray(identity.to_bytes()), dtype=torch.uint8)
@@ -283,7 +287,7 @@ def state_job(
         mine=plan.mine,
         open=open_file if plan.mine or plan.index == 0 else None,
         tail=tail,
-        # The other ranks' blocks are in the file too: the rank that writes its end decides about it.
+        # The file also holds other ranks' blocks, so only the rank that writes its end may delete it.
         discard=discard if plan.index == 0 else lambda: None,
         compare=compare and not file.on_cuda and file.lazy is not None and True in file.lazy,
         key_of=file.key_of,
@@ -292,9 +296,9 @@ def state_job(
 
 
 def _from_memory(file: StateFile, copies: list[CopyTask]) -> int:
-    """Puts the sources of a state in host memory into ``copies``. Returns the bytes that may be copied late.
+    """Puts the sources of a state in host memory into ``copies``. Returns the number of bytes that may be copied late.
 
-    Runs at every save, while the training thread waits: no loop over all tensors but comprehensions.
+    Runs at every save, while the training thread waits; loops over all tensors are comprehensions, for speed.
     """
     plan, extents, late, new = file.plan, file.extents, file.lazy, tuple.__new__
     tasks = [
@@ -317,7 +321,7 @@ def _from_memory(file: StateFile, copies: list[CopyTask]) -> int:
     if plan.needed is not None:
         unneeded = [number for number, needed in enumerate(plan.needed) if not needed]
         for number in unneeded:
-            tasks[number] = copies[2 + 2 * number]  # of another rank's blocks; never read
+            tasks[number] = copies[2 + 2 * number]  # a stand-in, for data in another rank's blocks; never read
     copies[2::2] = tasks
     if late is None:
         return 0
@@ -331,8 +335,8 @@ def _through_bounce(
     watched: list[tuple[Tensor, int]],
     bounce: BouncePool,
 ) -> int:
-    """Puts the sources of a state on a GPU into ``copies``, by way of page-locked memory. Returns the bytes that are
-    copied late. What is in host memory is copied now, so that a fence need not wait for the CPU."""
+    """Puts the sources of a state on a GPU into ``copies``, by way of page-locked memory. Returns the number of bytes
+    that are copied late. Sources in host memory are copied now, so that a fence need not wait for the CPU."""
     plan = file.plan
     needed = plan.needed or [True] * len(plan.starts)
     staged = bounce.take(
@@ -356,11 +360,11 @@ def _through_bounce(
 
 
 def small_file(identity: Identity, own: OwnState) -> bytes:
-    """A shard with nothing but what its rank has for itself."""
+    """The bytes of a shard that holds only its rank's own state."""
     layout = lay_out_storages([])
     entries = [(DATA_PICKLE, _EMPTY_DICT), (RANK_STATE, own.to_bytes())]
     return identity.to_bytes() + archive_tail(layout, entries)
 
 
-#: An empty dict, for torch.load.
+#: An empty dict, pickled, for torch.load.
 _EMPTY_DICT = b"\x80\x02}q\x00."

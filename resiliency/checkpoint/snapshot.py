@@ -1,15 +1,15 @@
 """Copies live tensors into a shard file in the background, with digests, and the fence before they may change.
 
-A background thread makes the copies while forward and backward run (:mod:`resiliency.checkpoint.copier`). Its fence is
+A background thread makes the copies while forward and backward run (:mod:`resiliency.checkpoint.copier`). The fence is
 called before anything changes the tensors: the caller copies the remaining blocks together with that thread, so that
 waiting never takes longer than copying everything at once would have.
 
-A snapshot has two phases. *Copied* says that every byte was read once. *Agreed* says that none of them changed
+A snapshot has two phases. *Copied* means that every byte was read once. *Agreed* means that none of them changed
 meanwhile, by torch's count of changes in place. Torch counts when a kernel ends, so the copy thread cannot tell: it may
-look while the kernel runs that changes what it has copied. Only the training thread knows that it is in no kernel: at
-the fence, in :meth:`Snapshot.settle`, and, if it is the main thread, at its next byte code, for which it is asked once
-the copy is done (:mod:`resiliency.checkpoint._quiet`). Whoever is first decides. So what changes after the end of the
-copy does not matter, and what is given up is given up before anybody is told of the file.
+look while a kernel runs that changes what was copied. Only the training thread knows that it runs no kernel: at the
+fence, in :meth:`Snapshot.settle`, and, if it is the main thread, at its next byte code, where it is asked once the copy
+is done (:mod:`resiliency.checkpoint._quiet`). The first of these decides. So changes after the end of the copy do not
+matter, and a save that is given up is given up before anybody is told of its file.
 
 The file is divided into blocks with a digest each. A block is read in strides that fit into a core's cache: each stride
 is digested, and copied while it is in the cache. That makes the digest nearly free (1 GiB on two cores: 63 ms with it,
@@ -58,11 +58,11 @@ __all__ = ["HELPER_S", "Job", "Snapshot"]
 
 logger = logging.getLogger(__name__)
 
-#: Bytes digested and then copied at a time: half a core's second-level cache on the machines at hand.
+#: Bytes digested and then copied at a time: half the second-level cache of a core on the machines measured.
 _STRIDE = 512 * 1024
-#: A block takes milliseconds; a thread that has not finished one after this time hangs.
+#: Seconds after which a thread that has not finished a block hangs; a block takes milliseconds.
 HELPER_S = 60.0
-#: How often a copy that waits for the fence says so in the log.
+#: Seconds between two log messages of a copy that waits for the fence.
 _AGREE_S = 600.0
 
 
@@ -71,19 +71,19 @@ class Job:
     """What one rank copies into one file.
 
     Attributes:
-        copies: in file order, without a gap between them where blocks of this rank are.
-        device_copies: copies from a GPU into page-locked memory, from which some of ``copies`` come.
+        copies: in file order, without gaps within this rank's blocks.
+        device_copies: copies from a GPU into page-locked memory, which some of ``copies`` then read.
         watched: sources on a GPU, each with the number of its storage.
         blocks: the blocks of the file up to its tail.
         mine: numbers of the blocks this rank copies.
-        open: called on the copy thread before anything is copied; opens the file. None: there is nothing to copy. Not
-            on the training thread, because what makes a file waits while the file system commits its journal.
-        tail: called on the copy thread with the file's descriptor and the digests of its blocks, once this rank's are
-            copied; writes what follows them. Returns the digests of the tail's blocks.
-        discard: called on the copy thread when the save is given up; removes the file.
-        compare: read the tensors in CPU memory once more when they are copied, and compare. It notices changes that
-            torch does not count (``.data``, a kernel of the user's). The fence waits for it.
-        key_of: where in the state a storage is, for messages.
+        open: opens the file; called on the copy thread before anything is copied, because making a file waits while the
+            file system commits its journal, and the training thread must not. None: there is nothing to copy.
+        tail: writes what follows the blocks, and returns the digests of its own blocks. Called on the copy thread with
+            the file's descriptor and the digests of the file's blocks, once this rank's blocks are copied.
+        discard: deletes the file; called on the copy thread when the save is given up.
+        compare: after the copy, read the tensors in CPU memory once more and compare. This notices changes that torch
+            does not count (``.data``, a custom kernel). The fence waits for it.
+        key_of: path in the state of a storage, by number; for messages.
         trace: of the save, if it is traced.
     """
 
@@ -102,22 +102,22 @@ class Job:
 
 @dataclass
 class Snapshot:
-    """One copy of a state. Every attribute is guarded by its lock.
+    """One copy of a state. Its lock guards every attribute.
 
     Created by :meth:`resiliency.checkpoint.copier.Copier.start`.
 
     Attributes:
         sources: the copies from CPU memory; None once done.
         slot: the file, used by this snapshot only until it is done; None before it is open.
-        digests: one per block of the file, "" for those of other ranks, once done.
+        digests: one per block of the file, "" for other ranks' blocks; complete once done.
         opened: set when the file is open, or could not be opened.
         copied: set when nothing reads the sources any more, or the copy failed.
-        compared: set when the tensors were compared with what was copied, if the job asks for it.
-        done: set when every byte of this rank is in the file and digested, and the training thread has agreed, or the
-            save is given up.
-        error: why the copy failed, None if it did not.
-        afterwards: called on the copy thread when the file is closed.
-        device: the copies from GPUs, None without any.
+        compared: set when the tensors were compared with the copied bytes, or need not be.
+        done: set when every byte of this rank is in the file and digested, and the training thread has agreed; or when
+            the save is given up.
+        error: why the copy failed; None: it has not.
+        afterwards: called on the copy thread after the file is closed.
+        device: the copies from GPUs; None without any.
     """
 
     job: Job
@@ -133,12 +133,13 @@ class Snapshot:
     afterwards: Callable[[], None] | None = None
     sources: Sources | None = None
     _lock: threading.Condition = field(default_factory=threading.Condition)
-    # Why the save is given up, None: it is good. The first counts.
+    # The verdict, once decided: why the save is given up; None: the copy is good. Only the first entry counts.
     _verdicts: list[TornSnapshot | Timeout | None] = field(default_factory=list)
     _decided: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
     _watch: ChangeWatch | None = None
-    _kept: Sources | None = None  # to be compared; changed under the next lock
-    # Of live tensors, which may be given other memory meanwhile (``tensor.data = other``): theirs is read, not freed.
+    _kept: Sources | None = None  # kept for the comparison; changed under the next lock
+    # Storages of the live tensors: a tensor may get other memory meanwhile (``tensor.data = other``), and the old
+    # memory, which is being read, must not be freed.
     _memory: list[UntypedStorage] = field(default_factory=list)
     _comparing: threading.Lock = field(default_factory=threading.Lock)
     _fenced: bool = False
@@ -154,38 +155,39 @@ class Snapshot:
         self.sources = Sources(self.job.copies)
         self._watch = ChangeWatch(self.job.copies, self.job.watched)
         if not self._watch.tensors:
-            self._verdicts.append(None)  # nothing that it reads can change
+            self._verdicts.append(None)  # nothing that this snapshot reads can change
         self._memory = [copy.source.untyped_storage() for copy in self.job.copies if copy.storage >= 0]
         self._blocks_left = len(self.job.mine)
         self.digests = [""] * self.job.blocks.count
 
     @property
     def failure(self) -> BaseException | None:
-        """Why the save is given up, as far as is known; after the fence, for good what the tensors are concerned."""
+        """Why the save is given up; None as long as no reason is known. After the fence only an error of the file can
+        be added."""
         return self.error or next(iter(self._verdicts), None)
 
     @property
     def reads_live_memory(self) -> bool:
-        """True when it reads tensors in host memory that others may change."""
+        """True when the copy reads tensors in host memory that other code may change."""
         return self.device is None and self._watch is not None and bool(self._watch.tensors)
 
     def settle(self) -> None:
-        """Decides whether the copy is good, if it is done. Thread: training, which is in no kernel then. Blocks: no."""
+        """Decides whether the copy is good, if it is done. Thread: training, which runs no kernel then. Blocks: no."""
         if self.copied.is_set():
             self.decide()
 
     def decide(self, given_up: Timeout | None = None, *, fenced: bool = False) -> None:
-        """Agrees to the copy if no tensor has changed since its start. What was decided before stays.
+        """Agrees to the copy if no tensor has changed since it began. An earlier decision stays.
 
-        Thread: training, once no later change can come into the copy; or any, once the main thread has answered.
-        Blocks: no.
+        Thread: training, once later changes cannot get into the copy; or any, once the main thread has answered.
+            Blocks: no.
 
         Args:
             given_up: do not agree, for this reason.
-            fenced: the training thread changes nothing before the comparison is over.
+            fenced: the training thread will change nothing until the comparison is done.
         """
         if fenced:
-            self._fenced = True  # before it is said that something was decided
+            self._fenced = True  # before others can see the decision
         watch, question = self._watch, self._question
         if watch is not None and not self._verdicts:
             counts = question.answer if question is not None else None
@@ -193,7 +195,7 @@ class Snapshot:
         self._decided.put(None)
 
     def finish(self) -> None:
-        """Waits for the blocks, writes the tail, and waits for the training thread to agree.
+        """Waits for all blocks, writes the tail, and waits until the training thread has agreed.
 
         Thread: copy, after its last :meth:`work`. Blocks: until the fence, at most.
         """
@@ -201,7 +203,7 @@ class Snapshot:
             with self._lock:
                 self.error = Timeout(f"the thread at the fence did not finish its block within {HELPER_S:.0f} s")
         if self._by_main_thread and self._watch is not None and self.error is None and not self._verdicts:
-            self._question = Question(self._watch.tensors, self._decided.put)  # at once: changes come any moment now
+            self._question = Question(self._watch.tensors, self._decided.put)  # at once: tensors may change any moment
         if self.error is None and self.slot is not None:
             try:
                 self.digests += self.job.tail(self.slot.fd, self.digests)
@@ -219,17 +221,17 @@ class Snapshot:
         if self.error is not None and self.slot is not None:
             self._discard()
         self._watch = None
-        # Whoever holds the snapshot must not hold the tensors.
+        # A holder of this snapshot must not keep the tensors alive.
         self.job = Job(copies=(), blocks=self.job.blocks, mine=self.job.mine)
         self.device = None
         on_done, self.on_done = self.on_done, _done_already
         try:
             on_done(self)
-        except Exception:  # Boundary: the copy thread must go on; the agent did not take the message.
+        except Exception:  # Boundary: the copy thread must survive; the agent did not get the message.
             logger.exception("the end of a save could not be reported")
         self.done.set()
         if self.slot is not None:
-            self.slot.close()  # late, because it takes milliseconds per GiB
+            self.slot.close()  # last, because it takes milliseconds per GiB
         afterwards, self.afterwards = self.afterwards, None
         if afterwards is not None:
             try:
@@ -249,7 +251,8 @@ class Snapshot:
         return self._verdicts[0]
 
     def _quiet_counts(self, watch: ChangeWatch) -> list[int] | None:
-        """Counts of changes, for :meth:`ChangeWatch.changed`, at a moment when the training thread is in no kernel."""
+        """Counts of changes, for :meth:`ChangeWatch.changed`, from a moment when the training thread runs no kernel;
+        None: the fence was reached first, and the current counts are good. Blocks: until then."""
         question = Question(watch.tensors, self._decided.put) if self._by_main_thread else None
         while not self._fenced and (question is None or question.answer is None):
             try:
@@ -265,7 +268,7 @@ class Snapshot:
             logger.info("the file of a save that was given up stays until the next one is committed: %s", failure)
 
     def open_file(self) -> None:
-        """Opens the file. Thread: copy, first of all."""
+        """Opens the file, or records the error. Thread: copy, before anything else."""
         if self.job.open is not None:
             try:
                 self.slot = self.job.open()
@@ -288,9 +291,10 @@ class Snapshot:
             self._finish_if_last()
 
     def work(self, *, helping: bool = False) -> bool:
-        """Copies one block. Returns False when none is left to start. Thread: any; only one with ``helping=False``.
+        """Copies one block. Returns False when no block is left to start, or after an error. Thread: any; only one
+        thread passes ``helping=False``.
 
-        Blocks: until the file is open.
+        Blocks: until the file is open, and for the copy of the block.
         """
         if not self.opened.wait(HELPER_S):
             with self._lock:
@@ -305,7 +309,7 @@ class Snapshot:
         stored = faults = 0
         try:
             faultpoints.hit("save.block")
-            # The first block is always copied by stores, to notice when the pages have become huge.
+            # The first block is always copied by stores, to find out whether the pages have become huge.
             stored, faults = self._copy_block(index, by_writes=not helping and number > 0)
         except (
             BaseException
@@ -319,13 +323,13 @@ class Snapshot:
             self._blocks_left -= 1
             self.error = self.error or error
             if self.error is None and self._blocks_left == 0 and self._watch is not None:
-                self.error = self._torn(self._watch.changed())  # certainly; whether it is not, the fence says
+                self.error = self._torn(self._watch.changed())  # certain; only the fence can rule changes out
             self._lock.notify_all()
         self._finish_if_last()
         return error is None
 
     def _copy_block(self, index: int, *, by_writes: bool) -> tuple[int, int]:
-        """See :func:`_copy` for what is returned."""
+        """Copies and digests a block; returns what :func:`_copy` returns."""
         slot, sources = self.slot, self.sources
         assert sources is not None and slot is not None  # while a block is left
         by_writes = slot.writes_only or slot.fresh or (by_writes and slot.small_pages)
@@ -336,7 +340,8 @@ class Snapshot:
         return cost
 
     def _torn(self, changed: list[int], how: str = "") -> TornSnapshot | None:
-        """An error when sources were changed in place meanwhile: the file may have bytes from before and after."""
+        """The error for sources that were changed in place during the copy; None without any. The file may mix old and
+        new bytes."""
         if not changed:
             return None
         key = self.job.key_of(changed[0])
@@ -347,10 +352,11 @@ class Snapshot:
         )
 
     def _compare(self) -> TornSnapshot | None:
-        """An error when tensors have other values than were copied, and torch has counted no change of them.
+        """The error for tensors whose values differ from the copied bytes although torch has counted no change; None:
+        none.
 
-        Thread: copy, once the training thread has agreed. Blocks: for reading the tensors; until the fence, if they
-        have changed.
+        Thread: copy, once the training thread has agreed. Blocks: while it reads the tensors; until the fence, if any
+            differ.
         """
         slot, watch = self.slot, self._watch
         if slot is None or watch is None:
@@ -358,11 +364,11 @@ class Snapshot:
         with self._comparing:
             changed = {} if self._kept is None else self._changed_bytes(self._kept, slot)
         if changed and watch.changed(self._quiet_counts(watch)):
-            return None  # after the copy, as far as anybody can tell
+            return None  # torch counts a change, so it came after the copy, which was agreed to
         return self._torn(list(changed), how=" in a way that torch does not count (.data, a kernel of your own)")
 
     def _changed_bytes(self, sources: Sources, slot: Slot) -> dict[int, None]:
-        """Numbers of the storages that have other bytes now than the file."""
+        """Numbers of the storages whose bytes differ now from those in the file."""
         changed: dict[int, None] = {}
         for index in self.job.mine:
             pieces = list(sources.within(*self.job.blocks.bounds(index)))
@@ -375,9 +381,10 @@ class Snapshot:
         return changed
 
     def let_go(self, storage: UntypedStorage) -> None:
-        """Returns when the memory of this storage is not read any more: the copy has ended, and is not compared.
+        """Returns when the memory of this storage is not read any more: the copy has ended, and no comparison will
+        follow.
 
-        Thread: any. Blocks: for the rest of the copy, which it helps with, if that reads the storage.
+        Thread: any. Blocks: if the copy reads the storage, for the rest of the copy, with which this thread helps.
         """
         if self.compared.is_set():
             return
@@ -394,7 +401,7 @@ class Snapshot:
 
     def _finish_if_last(self) -> None:
         with self._lock:
-            # After an error no further block is started, but running copies still use tensors and file.
+            # After an error no further block is started, but running copies still use the tensors and the file.
             if self._running or (self._blocks_left and self.error is None) or self.copied.is_set():
                 return
             if self.job.compare:
@@ -408,10 +415,11 @@ class Snapshot:
 
 
 def _copy(pieces: Iterable[tuple[int, int, int]], base: int, fd: int | None, digest: Any) -> tuple[int, int]:
-    """Copies (address, file offset, bytes) to file ``fd``, or to its mapping at ``base``; updates the digest.
+    """Copies each (address, file offset, bytes) to file ``fd``, or, when that is None, to its mapping at ``base``;
+    updates the digest.
 
     Returns:
-        For a sample of the stores: bytes, and page faults.
+        (bytes, page faults) of a sample of the stores.
     """
     stored = faults = 0
     for address, offset, nbytes in pieces:
@@ -432,4 +440,4 @@ def _copy(pieces: Iterable[tuple[int, int, int]], base: int, fd: int | None, dig
 
 
 def _done_already(snapshot: Snapshot) -> None:
-    """In place of a callback that was called."""
+    """Replaces a callback that has already been called."""

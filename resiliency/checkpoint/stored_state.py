@@ -1,4 +1,4 @@
-"""The structure of a stored state, read from the shards of a step: its tree, and where the bytes of its tensors are."""
+"""The structure of a stored state, read from the shards of a step: its tree, and where its tensors' bytes are."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _can_be_data: Any = torch._has_compatible_shallow_copy_type
 
 
 def load_rank_state(reader: ShardReader, *, allow_pickle: bool) -> Any:
-    """What a rank had for itself.
+    """A rank's own state.
 
     Raises:
         pickle.UnpicklingError: it holds objects of classes that may not be loaded.
@@ -55,10 +55,10 @@ def load_rank_state(reader: ShardReader, *, allow_pickle: bool) -> Any:
 
 
 class ReplicatedState:
-    """A state that is whole in one file.
+    """A state that one file holds whole.
 
     Attributes:
-        storages: storages on the CPU by their keys, without values until they are filled from the file's entries.
+        storages: key -> storage on the CPU; undefined values until they are filled from the file's entries.
     """
 
     def __init__(self, reader: ShardReader, *, allow_pickle: bool) -> None:
@@ -67,7 +67,8 @@ class ReplicatedState:
         self._reader, self._path = reader, reader.path
         self._data, self._allow_pickle = reader.entry(DATA_PICKLE), allow_pickle
         self._uses: Counter[str] = Counter()
-        # The tree of place() and its leaves, if nothing in it depends on the values of its tensors.
+        # The tree of place() and its leaves, kept for with_leaves(); None when the tree must be built anew from tensors
+        # with values.
         self._plain: tuple[Any, Mapping[str, Any]] | None = None
         self._is_leaf: Callable[[Any], bool] = is_leaf
 
@@ -76,7 +77,8 @@ class ReplicatedState:
         return {key: _new_storage(entry.nbytes) for key, entry in self._entries.items()}
 
     def tree(self) -> Any:
-        """The state, in :attr:`storages`. Fill them first: an object may look at its tensors while it is made.
+        """The state, whose tensors use :attr:`storages`. Fill these first: an object may read its tensors while it is
+        built.
 
         Raises:
             pickle.UnpicklingError: it holds objects of classes that may not be loaded.
@@ -84,7 +86,7 @@ class ReplicatedState:
         """
         try:
             tree, self._uses = unpickle(self._data, self._storage, allow_pickle=self._allow_pickle)
-            _torch_utils._validate_loaded_sparse_tensors()  # as torch.load does, where the user asked for it
+            _torch_utils._validate_loaded_sparse_tensors()  # as torch.load does, if the user has enabled this check
             return tree
         finally:
             _torch_utils._sparse_tensors_to_validate.clear()
@@ -99,8 +101,8 @@ class ReplicatedState:
         return CorruptShard(f"{self._path}: storage {key} of {nbytes} bytes is missing", path=self._path)
 
     def place(self) -> tuple[dict[str, Placed], list[str]]:
-        """Where each tensor is stored, by its key in the tree, and the keys of the storages that something else uses,
-        or may use, too: tensors of special layouts, and objects, which may hold any tensor."""
+        """Tensor key -> where its bytes are; and the keys of storages that something else uses, or may use, too:
+        tensors of special layouts, and objects, which may hold any tensor."""
         try:
             tree, leaves = describe_plain(self._data)
         except NotPlainPickle:
@@ -109,7 +111,8 @@ class ReplicatedState:
         return {key: self._placed(key, leaf) for key, leaf in leaves.items()}, []
 
     def _placed(self, key: str, leaf: StoredTensor) -> Placed:
-        """
+        """Where one tensor's bytes are.
+
         Raises:
             CorruptShard: the file does not have its storage.
         """
@@ -122,13 +125,13 @@ class ReplicatedState:
         return Placed(chunk, entry.start + begin, entry.start + end, None if leaf.contiguous else leaf.strides)
 
     def _place_any(self) -> tuple[dict[str, Placed], list[str]]:
-        """:meth:`place` of a state with anything in it, by way of its tensors."""
-        with _sparse_checks(enable=False):  # nothing has values yet
+        """:meth:`place` for a state with arbitrary objects: builds the tree and looks at its tensors."""
+        with _sparse_checks(enable=False):  # no tensor has values yet
             try:
                 tree = self.tree()
             except (pickle.UnpicklingError, CorruptShard):
                 raise
-            except Exception:  # Boundary: any object may look at its values while it is made (a nested tensor does).
+            except Exception:  # Boundary: any object may read its tensors while it is built (a nested tensor does).
                 self._take_values()
                 tree = self.tree()
         keys = {storage._cdata: key for key, storage in self.storages.items()}
@@ -163,7 +166,8 @@ class ReplicatedState:
                 self._reader.copy(entry.start, self.storages[key].data_ptr(), entry.nbytes)
 
     def with_leaves(self, leaves: Mapping[str, Any], *, partial: bool) -> Any:
-        """The tree with these leaves under their keys. ``partial``: others become empty tensors."""
+        """The tree with these leaves in place of its own, by key. ``partial``: leaves without a replacement become
+        empty tensors."""
         if self._plain is None:
             tree = self.tree()
             self._plain = tree, keyed_leaves(tree, self._is_leaf)
@@ -176,15 +180,15 @@ class ReplicatedState:
         return replace_leaves(tree, lambda leaf: chosen.get(id(leaf), absent if partial else leaf), self._is_leaf)
 
 
-#: Classes whose objects hold no tensor.
+#: Classes whose objects cannot hold a tensor.
 _VALUES: tuple[type, ...] = (str, bytes, bytearray, int, float, complex, type(None), type, range, enum.Enum)
 _VALUES += (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 _NO_OBJECTS = (Tensor, *_VALUES)
 
 
 def _has_objects(value: Any) -> bool:
-    """True when a tree holds something that :func:`keyed_leaves` does not look into, and that may hold tensors: an
-    object, a key of a dict, an attribute of a container."""
+    """True when a tree contains something that may hold tensors and that :func:`keyed_leaves` does not look into: an
+    object, a dict key, or an attribute of a container."""
     if isinstance(value, _NO_OBJECTS):
         return False
     if isinstance(value, dict):
@@ -218,7 +222,7 @@ def _is_plain(leaf: Any) -> bool:
 
 
 class ShardedState:
-    """A state of which each file has a part."""
+    """A state of which each file holds a part."""
 
     def __init__(self, reader: ShardReader, *, allow_pickle: bool) -> None:
         self._path = reader.path
@@ -228,7 +232,7 @@ class ShardedState:
         except (ValueError, TypeError) as error:
             raise CorruptShard(f"{self._path}: its table of leaves is damaged ({error})", path=self._path) from error
         self._leaves: dict[int, str] = {}
-        self._storages: list[UntypedStorage] = []  # kept, so that no two have the same address
+        self._storages: list[UntypedStorage] = []  # kept alive, so that no two have the same address
         self._tree, _ = unpickle(data, self._storage, allow_pickle=allow_pickle)
 
     def _storage(self, key: str, nbytes: int) -> UntypedStorage:
@@ -242,11 +246,13 @@ class ShardedState:
 
     @functools.cached_property
     def further_keys(self) -> dict[str, str]:
-        """For each key under which a leaf is in the tree once more (tied weights), the key under which it is stored."""
+        """For each further key of a leaf that is in the tree several times (tied weights): key -> key it is stored
+        under."""
         places: dict[str, list[str]] = {}
         for key, stand_in in keyed_leaves(self._tree).items():
             places.setdefault(self._leaves.get(stand_in.untyped_storage()._cdata, key), []).append(key)
-        # The caller of a write plan names leaves as it likes: the first place is that of the leaf.
+        # The caller of a write plan may store a leaf under any name; then the leaf's first place in the tree is its
+        # key.
         return {
             key: stored
             for stored, keys in places.items()
@@ -255,10 +261,11 @@ class ShardedState:
         }
 
     def with_leaves(self, leaves: Mapping[str, Any], *, partial: bool) -> Any:
-        """The tree with these leaves under their keys. ``partial``: others become empty tensors. Call it once.
+        """The tree with these leaves, by key. ``partial``: leaves without a replacement become empty tensors. Call it
+        once.
 
         Raises:
-            KeyError: not ``partial``, and one is missing.
+            KeyError: a leaf is missing, and not ``partial``.
         """
         first_keys = {stored: key for key, stored in reversed(self.further_keys.items()) if key in leaves}
         first_keys.update({key: key for key in leaves})
@@ -270,7 +277,8 @@ class ShardedState:
             if key is None or id(stand_in) in filled:
                 return stand_in
             leaf = leaves[first_keys.get(key, key)] if not partial or key in first_keys else absent
-            # Into the tensor that stands there, if possible: it may be a key of a dict too, or in an object.
+            # Assigned to the tensor in the tree, if possible, because that one may also be a dict key or inside an
+            # object.
             if type(leaf) is Tensor and not leaf.is_conj() and not leaf.is_neg() and _can_be_data(stand_in, leaf):
                 filled.add(id(stand_in))
                 stand_in.data = leaf
@@ -281,5 +289,5 @@ class ShardedState:
 
 
 def sharded_chunks(reader: ShardReader) -> list[Placed]:
-    """The chunks of one file of a sharded step."""
+    """The chunks that one file of a sharded step stores."""
     return chunks_from_json(reader.entry(CHUNKS), reader.entries, where=reader.path)

@@ -23,10 +23,10 @@ class Outcome:
     Attributes:
         id: the save.
         tier: name of the tier.
-        stage: the stage reached, COMMITTED or DURABLE; None: it failed.
-        reason: why it failed.
+        stage: the stage reached, COMMITTED or DURABLE; None: the save failed.
+        reason: why it failed; "" otherwise.
         names: names of the step.
-        retrying: it failed and the agent tries again; another outcome of this save and tier will follow.
+        retrying: the agent tries again after this failure; another outcome of this save and tier will follow.
     """
 
     id: StepId
@@ -51,13 +51,13 @@ class Ticket:
 
     Attributes:
         id: step, attempt and serial of the save.
-        nbytes: size of this rank's shard.
+        nbytes: size of this rank's shard in bytes.
         names: names of the step.
         tiers: tiers the save goes to, the local one first.
-        can_be_durable: those of them on which a save can survive a power loss (not a ramdisk).
-        stall_s: seconds the call to ``save`` took.
-        failed: reason of a failure on the local tier, or None.
-        given_up: for each remote tier that the save will not reach, why.
+        can_be_durable: those tiers on which a save can survive a power loss (not a ramdisk).
+        stall_s: seconds that the call to ``save`` took.
+        failed: why the save failed on the local tier; None: it has not.
+        given_up: remote tier -> why the save will not reach it.
     """
 
     id: StepId
@@ -76,17 +76,17 @@ class Ticket:
         return self.id.step
 
     def stage(self, tier: str = LOCAL) -> Stage | None:
-        """The last stage the save has reached on a tier; None: none yet."""
+        """The last stage that the save has reached on a tier; None: none yet."""
         return self._stages.get(tier)
 
     def has_reached(self, stage: Stage, *, tier: str | None = None) -> bool:
-        """True when the save has reached ``stage`` on ``tier``; None: DURABLE on any tier, other stages on the local
-        one."""
+        """True when the save has reached ``stage`` on ``tier``. Without ``tier``: DURABLE on any tier, other stages on
+        the local tier."""
         places = tuple(self._stages) if tier is None and stage is Stage.DURABLE else (tier or LOCAL,)
         return any(place in self._stages and stage.reached_by(self._stages[place]) for place in places)
 
     def is_hopeless(self, stage: Stage, *, tier: str | None = None) -> bool:
-        """True when the save will not reach ``stage`` on ``tier`` any more; None as in :meth:`has_reached`."""
+        """True when the save can no longer reach ``stage`` on ``tier``; without ``tier`` as in :meth:`has_reached`."""
         if self.failed is not None:
             return True
         if tier is not None or stage is not Stage.DURABLE:
@@ -94,7 +94,7 @@ class Ticket:
         return bool(self.can_be_durable) and set(self.can_be_durable) <= self.given_up.keys()
 
     def mark_reached(self, stage: Stage, tier: str = LOCAL) -> None:
-        """Sets the stage reached on a tier, unless it has reached a later one. Called by the checkpointer."""
+        """Records a stage reached on a tier, unless a later one was reached before. Called by the checkpointer."""
         before = self._stages.get(tier)
         if before is None or before.reached_by(stage):
             self._stages[tier] = stage
@@ -102,18 +102,17 @@ class Ticket:
     def wait(
         self, stage: Stage = Stage.COMMITTED, *, tier: str | None = None, timeout: timedelta = timedelta(minutes=5)
     ) -> None:
-        """Waits until the save has reached ``stage``. Collective: no, but other ranks must save too.
-
-        Blocks: up to ``timeout``.
+        """Blocks until the save has reached ``stage``, up to ``timeout``. Collective: no, but other ranks must save
+        too.
 
         Args:
             stage: COPIED, RECORDED, COMMITTED or DURABLE.
-            tier: name of the tier; None: DURABLE on any tier, the other stages on the local one.
+            tier: name of the tier; None: DURABLE on any tier, the other stages on the local tier.
 
         Raises:
             ConfigError: the save cannot reach ``stage``: it does not go to ``tier``, or it can be durable on none of
                 its tiers.
-            Timeout: it did not reach ``stage`` in time.
+            Timeout: the save did not reach ``stage`` in time.
             ResiliencyError: the save failed; the message says why.
         """
         checked_stage(stage)
@@ -144,10 +143,10 @@ class Ticket:
 
 
 def checked_stage(stage: Stage) -> Stage:
-    """``stage`` itself.
+    """Returns ``stage``.
 
     Raises:
-        TypeError: it is not a Stage.
+        TypeError: ``stage`` is not a Stage.
     """
     if not isinstance(stage, Stage):
         known = ", ".join(f"Stage.{known.name}" for known in Stage)

@@ -20,7 +20,7 @@ class RemoteSchedule:
 
     Args:
         remotes: the tiers.
-        coordinator: its counters carry rank 0's decisions for intervals in time; no rank waits for another.
+        coordinator: its counters carry rank 0's decisions for intervals in time; no rank waits for another one.
     """
 
     def __init__(self, remotes: Sequence[RemoteTierOptions], coordinator: Coordinator) -> None:
@@ -33,7 +33,7 @@ class RemoteSchedule:
     def due(self, step: int, *, everywhere: bool = False) -> tuple[list[str], Callable[[], None]]:
         """Names of the tiers the save of ``step`` goes to, and a function that undoes scheduling it there.
 
-        ``everywhere``: to all, whatever their intervals say.
+        ``everywhere``: the save goes to all tiers, whatever their intervals.
         """
         before = dict(self._last_sent)
         due = [remote.name for remote in self._remotes if everywhere or self._wanted(remote, step)]
@@ -48,7 +48,7 @@ class RemoteSchedule:
         interval = remote.interval
         if interval.time is None:
             return crossed(self._last_sent.get(remote.name), step, interval.steps or 1) if interval.steps else True
-        # Rank 0 decided at the previous save and every rank reads it now, at least one step later.
+        # Rank 0 decided at the previous save, and every rank reads the decision now, at least one step later.
         topic = f"clock/{remote.name}/"
         try:
             wanted = self._saves == 0 or self._coordinator.count(f"{topic}{self._saves}", 0) > 0

@@ -27,10 +27,10 @@ class WriteChunk:
     """A box of a tensor that this rank offers to write.
 
     Attributes:
-        key: of the tensor; parts joined by "/" name where a state tree given to ``load(into=...)`` has it.
-        tensor: the box's elements, dense, any strides, CPU or CUDA; its shape is that of the box.
-        offsets: first index of the box in the whole tensor; empty: the tensor's first element.
-        shape: of the whole tensor; None: the box is all of it.
+        key: of the tensor; parts joined by "/" are its path in a state tree given to ``load(into=...)``.
+        tensor: the box's elements: dense, any strides, CPU or CUDA, of the box's shape.
+        offsets: first index of the box in the whole tensor; empty: all zeros.
+        shape: of the whole tensor; None: the box is the whole tensor.
 
     Raises:
         ConfigError: the box is not within the shape, or the tensor has no plain bytes.
@@ -67,10 +67,11 @@ class WriteChunk:
 class WritePlan:
     """What this rank offers to one save. All ranks together must offer every element of every tensor.
 
-    Boxes are exchanged at the first save of a plan and whenever a rank's boxes change, which all ranks must do at the
-    same save. A box that several ranks offer is written by one of them; boxes that overlap otherwise are refused.
+    Boxes are exchanged at the first save of a plan, and whenever a rank's boxes change; all ranks must change theirs at
+    the same save. A box that several ranks offer is written by one of them; boxes that overlap in any other way are
+    refused.
 
-    ``load()`` of such a step gives a flat dict: each tensor under its key, then the objects.
+    ``load()`` of such a step returns a flat dict: each tensor under its key, then the objects.
 
     Attributes:
         chunks: boxes this rank holds.

@@ -1,4 +1,4 @@
-"""Looking at checkpoints from outside: list, verify, contents, prune, export, load by path."""
+"""Inspects checkpoints from outside a job: list, verify, contents, prune, export, load by path."""
 
 from __future__ import annotations
 

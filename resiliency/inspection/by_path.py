@@ -1,12 +1,12 @@
-"""Loading a checkpoint by its path, in one process, without an agent or other ranks.
+"""Loads a checkpoint by its path, in one process, without an agent or other ranks.
 
 For everything except resuming a fit: ``validate``, ``test``, fine-tuning from another run's files, exporting. A path is
-a name (``/ckpts/step=100.ckpt``: a stock checkpoint that says which step it is; of a sharded step a folder), a step
-folder, or a directory with runs in it (newest step).
+a name (``/ckpts/step=100.ckpt``: a stock checkpoint that also says which step it is; for a sharded step a folder), a
+step folder, or a directory with runs in it (its newest step).
 
-A name means the bytes of its file: these are read, and checked against the digests of the step. A copy of the file is
-still recognised where the step's records are out of reach; it is loaded as any stock checkpoint, which checks nothing,
-and a warning says so.
+A name stands for the bytes of its file: these are read, and compared with the digests of the step. A copy of the file
+is recognised even where the step's records are out of reach; it is then loaded like a stock checkpoint, without any
+check, and with a warning.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Located:
     """A step found by its path.
 
     Attributes:
-        tier, run: where it is.
-        listing: the step, with the records that were found; without any, nothing can be checked.
+        tier, run: where the step is.
+        listing: the step, with the records that were found; without records nothing can be checked.
         world_size: number of ranks that wrote it.
-        replicated: the whole state is in shard 0.
-        files: rank -> key of its shard on the tier. Where a file was named, that file is shard 0.
-        name: the name that was passed, "" for a folder; for messages.
+        replicated: shard 0 holds the whole state.
+        files: rank -> key of its shard on the tier. If the path named a file, that file is shard 0.
+        name: the name that was passed, for messages; "" for a folder.
     """
 
     tier: Tier
@@ -85,20 +85,20 @@ class Located:
         return record is not None and record.complete
 
     def where(self, rank: int) -> str:
-        """Path or address of a shard."""
+        """Path or address of a rank's shard."""
         return f"{self.tier.root}/{self.files[rank]}"
 
 
 def locate(path: str, *, run: str | None = None) -> Located | None:
-    """The step a path means; None when nothing of ours is there (a stock checkpoint, or no file).
+    """The step that a path stands for; None when the path is not ours (a stock checkpoint, or no file).
 
     Args:
         run: which run; needed when a directory holds several.
 
     Raises:
-        NoCheckpointFound: it is ours, but the step is gone or not committed, or of another run than ``run``.
-        CorruptShard: it is a file of ours, and its beginning or its records are damaged.
-        ConfigError: it holds several runs; pass ``run``.
+        NoCheckpointFound: the path is ours, but its step is gone, not committed, or of another run than ``run``.
+        CorruptShard: the path is a file of ours whose beginning or records are damaged.
+        ConfigError: the directory holds several runs; pass ``run``.
         TierError: the tier cannot be read.
     """
     path = path if "://" in path else os.path.abspath(path)
@@ -132,22 +132,22 @@ def _copy_elsewhere(path: str, run: str | None) -> Located | None:
     try:
         tier = open_tier(folder or "/")
     except ConfigError:
-        return None  # an address of a kind that this library does not write to
+        return None  # an address scheme that this library does not write to
     identity = read_name(tier, name) if name and name not in (".", "..") else None
     if identity is None:
         _check_is_not_ours(tier, name)
-        return None  # a stock checkpoint, or no file: the caller decides what to do
+        return None  # a stock checkpoint, or no file: the caller decides
     if run not in (None, identity.run):
         raise NoCheckpointFound(f"{path} is a checkpoint of run {identity.run!r}, not of {run!r}")
     return _named(tier, name, None)
 
 
 def _check_is_not_ours(tier: Tier, name: str) -> None:
-    """Raises CorruptShard for a file of ours whose first bytes do not say so any more."""
+    """Raises CorruptShard for a file of ours whose first bytes are damaged and no longer identify it."""
     if name in ("", ".", ".."):
         return
     nbytes = next((info.nbytes for info in tier.list(name) if info.key == name), 0)
-    with suppress(FileNotFoundError):  # a name that has just gone
+    with suppress(FileNotFoundError):  # the file has just been deleted
         if nbytes:
             where = f"{tier.root}/{name}"
             check_identity_is_absent(lambda start, end: tier.read_range(name, start, end), nbytes, where=where)
@@ -158,20 +158,20 @@ def _files_of(listing: StepListing) -> dict[int, str]:
 
 
 def _named(tier: Tier, name: str, listing: StepListing | None) -> Located:
-    """The step whose name a file or folder is.
+    """The step that a file or folder is a name of.
 
     Args:
-        listing: its step, where that is on the tier.
+        listing: the step's listing, if the step is on the tier.
 
     Raises:
-        NoCheckpointFound: it is only a part of a step.
+        NoCheckpointFound: the file is gone, or is only a part of a step.
     """
     where = f"{tier.root}/{name}"
     identity = read_name(tier, name)
     if identity is None:
         raise NoCheckpointFound(f"{where} is gone")
     in_folder = {_rank_of(info.key): info.key for info in tier.list(f"{name}/") if _rank_of(info.key) is not None}
-    if listing is None or 0 not in listing.records or listing.id != identity.id:  # the name may have moved on meanwhile
+    if listing is None or 0 not in listing.records or listing.id != identity.id:  # the name may have moved meanwhile
         listing = StepListing(identity.id)
         if in_folder:
             listing.records = _records_of(tier, f"{name}/{MANIFEST}", identity)
@@ -200,10 +200,10 @@ def _named(tier: Tier, name: str, listing: StepListing | None) -> Located:
 
 
 def _own_manifest(tier: Tier, name: str, identity: Identity) -> Manifest | None:
-    """The records in a file that is a whole step; None when it holds only what all ranks have in common.
+    """The records inside a file that is a whole step; None when the file only holds the state that all ranks share.
 
     Raises:
-        CorruptShard: they are damaged or missing.
+        CorruptShard: the records are damaged or missing.
         NoCheckpointFound: the file is gone.
     """
     where = f"{tier.root}/{name}"
@@ -214,15 +214,15 @@ def _own_manifest(tier: Tier, name: str, identity: Identity) -> Manifest | None:
 
 
 def _linked(tier: Tier, name: str, identity: Identity, listing: StepListing) -> dict[int, str]:
-    """Where a name is a link to the step's own file, that file: a name may move on before it is opened, the file is of
-    this step for ever."""
+    """{0: the step's own file} where a name is a link to it, else empty. The own file is better to open: the name may
+    move to another step before that, the file belongs to this step for ever."""
     if not tier.is_local or 0 not in listing.records:
         return {}
     own = listing.key(listing.records[0])
     try:
         return {0: own} if os.path.samefile(f"{tier.root}/{name}", f"{tier.root}/{own}") else {}
     except OSError:
-        return {}  # one of them has just gone; opening it says so
+        return {}  # one of them has just been deleted; opening it will say so
 
 
 def _rank_of(key: str) -> int | None:
@@ -231,7 +231,8 @@ def _rank_of(key: str) -> int | None:
 
 
 def _records_of(tier: Tier, key: str, identity: Identity) -> dict[int, ShardRecord]:
-    """The records in a manifest that was copied with its shards; none when it is not there or of another step."""
+    """The records in a manifest that was copied along with its shards; empty when it is missing or belongs to another
+    step."""
     try:
         manifest = Manifest.from_json(tier.read(key), where=f"{tier.root}/{key}")
     except (FileNotFoundError, CorruptShard) as error:
@@ -244,12 +245,12 @@ def _records_of(tier: Tier, key: str, identity: Identity) -> dict[int, ShardReco
 def load_path(
     located: Located, *, rank: int = 0, allow_pickle: bool = False, keys: Callable[[str], bool] | None = None
 ) -> tuple[Any, Any]:
-    """Reads and checks the shards of a located step. One process; remote shards go through a temporary folder.
+    """Reads and checks the shards of a located step, in one process. Remote shards go through a temporary folder.
 
-    Of a replicated step shard 0 and that of ``rank`` are read, of a sharded step all.
+    For a replicated step, shard 0 and the shard of ``rank`` are read; for a sharded step, all shards.
 
     Args:
-        rank: whose per-rank part to return.
+        rank: the rank whose per-rank tree is returned.
         allow_pickle: also load objects of any class. Only for checkpoints you trust: it can run code.
         keys: load only tensors whose key passes; the others become empty tensors.
 
@@ -257,15 +258,16 @@ def load_path(
         The state tree and the per-rank tree (None when the step has no such rank).
 
     Raises:
-        CorruptShard: names the file and the byte ranges that are bad.
-        NameMoved: the name is another step's by now; look it up again.
+        CorruptShard: bytes are damaged; names the file and the byte ranges.
+        NameMoved: the name belongs to another step by now; locate it again.
         TierError: the tier cannot be read.
-        pickle.UnpicklingError: the state holds objects of classes that may not be loaded; says how to allow them.
+        pickle.UnpicklingError: the state holds objects of classes that may not be loaded; the error says how to allow
+            them.
     """
     try:
         return _load(located, rank, allow_pickle, keys)
     except (CorruptShard, NoCheckpointFound, TierError, OSError) as error:
-        # No damage is reported where there is none: a job that saves moves its names.
+        # A job that saves moves its names to newer steps; that must not be reported as damage.
         now = read_name(located.tier, located.name) if located.name else None
         if now is None or (now.run, now.id) == (located.run, located.id):
             raise
@@ -278,14 +280,14 @@ def load_path(
 def locate_and_load(
     path: str, *, run: str | None = None, rank: int = 0, allow_pickle: bool = False
 ) -> tuple[Located, Any, Any] | None:
-    """As :func:`locate` and :func:`load_path`, also of a name that a job moves on all the time, and of a folder in
-    which it saves and deletes.
+    """Calls :func:`locate` and :func:`load_path`, again when a job has moved the name, or has saved and deleted in the
+    folder, in between.
 
     Returns:
-        The step, its state tree and the per-rank tree; None when nothing of ours is there.
+        (step, state tree, per-rank tree); None when the path is not ours.
 
     Raises:
-        As those two.
+        The exceptions of these two functions.
     """
     for tries in range(_MOVES, -1, -1):
         before = _file_at(path)
@@ -300,7 +302,8 @@ def locate_and_load(
 
 
 def _file_at(path: str) -> object:
-    """What is at a path: equal as long as no other file is there, and in a folder of steps none comes or goes."""
+    """A value that stays equal while the path is the same file, or, for a folder of steps, while no step comes or goes;
+    None: nothing is there."""
     try:
         found = os.stat(path)
     except OSError:
@@ -316,10 +319,10 @@ def _file_at(path: str) -> object:
 
 
 class NameMoved(NoCheckpointFound):
-    """A name was of one step when it was looked up, and of another when it was read."""
+    """A name belonged to one step when it was looked up, and to another one when it was read."""
 
 
-#: So often a name may move on while it is being read.
+#: Most times that a name may move while it is being read.
 _MOVES = 20
 
 
@@ -348,9 +351,10 @@ def _load(located: Located, rank: int, allow_pickle: bool, keys: Callable[[str],
 
 
 def _local_file(located: Located, rank: int, scratch: str) -> str:
-    """Path of a shard in a folder of this machine."""
+    """Path of a shard on this machine; a shard that is remote, or inside the single file, is first written to
+    ``scratch``."""
     path = Path(scratch, shard_file(rank))
-    inside = bool(located.listing.single) and rank > 0  # its bytes are an entry of the one file
+    inside = bool(located.listing.single) and rank > 0  # its bytes are an entry of the single file
     if located.tier.is_local and not inside:
         return located.where(rank)
     try:
@@ -378,7 +382,7 @@ def _load_unchecked(
     )
     path = where if located.tier.is_local else _download(located.tier, key, os.path.join(scratch, "copy.ckpt"))
     try:
-        # Opened once: a name may move on to another step between two looks.
+        # opened only once, because the name may move to another step between two opens
         with opened(path) as file, harmless_classes():
             _check_same(file.read(IDENTITY_BYTES), located)
             file.seek(0)

@@ -1,4 +1,4 @@
-"""What is inside the shards of a step: the tensors and the objects that each of them holds. No torch, no unpickling."""
+"""Reads what the shards of a step hold: tensors and objects. No torch, no unpickling."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class TensorRow:
     """One tensor of a step.
 
     Attributes:
-        key: in the state tree, parts joined by "/".
+        key: path in the state tree, parts joined by "/".
         dtype, shape, nbytes: of the whole tensor.
         shards: ranks whose shards hold it.
-        boxes: in how many pieces it is stored.
-        per_rank: True for a tensor that only its rank has.
+        boxes: number of pieces it is stored in.
+        per_rank: True for a tensor of a rank's own state.
     """
 
     key: str
@@ -61,7 +61,8 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class Entry:
-    """One branch of the state tree: where, what kind of object, and what it holds below itself."""
+    """One branch of the state tree: its path, kind of object, the numbers of tensors and values in it, and a
+    summary."""
 
     path: str
     kind: str
@@ -75,13 +76,14 @@ class ShardContents:
     """What one shard holds.
 
     Attributes:
-        rank: which shard.
-        tree: the state, in shard 0; None in others. A tree as :func:`~resiliency.inspection.pickle_view.read_pickle`
-            returns it.
-        leaves: of a sharded step, in shard 0: key of the tensor that stands in ``tree`` as storage ``leaf-<i>``.
-        chunks: of a sharded step: what is stored of which tensor.
-        own: what only the rank has; None: nothing.
-        entries, own_entries: of the archive, and of the archive with what only the rank has.
+        rank: number of the shard.
+        tree: the state, in shard 0, as :func:`~resiliency.inspection.pickle_view.read_pickle` returns it; None in other
+            shards.
+        leaves: in shard 0 of a sharded step: element ``i`` is the key of the tensor that ``tree`` has as storage
+            ``leaf-<i>``.
+        chunks: for a sharded step: the stored chunks, with the tensors they belong to.
+        own: the rank's own state; None: there is none.
+        entries, own_entries: entries of the archive, and of the archive inside it that holds the rank's own state.
     """
 
     rank: int
@@ -94,7 +96,7 @@ class ShardContents:
 
     @property
     def stored_tensors(self) -> int:
-        """How many tensors are stored here, in whole or in part."""
+        """Number of tensors stored here, whole or in part."""
         tree = () if self.chunks or self.leaves else stored_once(self.tree)
         return len(self.chunks) + sum(1 for _ in tree) + sum(1 for _ in stored_once(self.own))
 
@@ -102,16 +104,16 @@ class ShardContents:
 def read_contents(
     tier: Tier, run: str, record: ShardRecord, *, key: str | None = None, single: bool = False
 ) -> ShardContents:
-    """Reads the end of a shard, which says what is in it; the bytes of tensors are not read.
+    """Reads the end of a shard, which describes its contents; the bytes of tensors are not read.
 
-    Blocks: one read of the tier.
+    Blocks: for one read of the tier.
 
     Args:
         key: the file to read; None: the shard in the step's folder.
-        single: the file is the whole step, in which the shards of other ranks than 0 are entries.
+        single: the file is the whole step, with the shards of ranks other than 0 as entries.
 
     Raises:
-        CorruptShard: missing, or its end does not match the record.
+        CorruptShard: the shard is missing, or its end does not match the record.
         TierError: the tier cannot be read.
     """
     key = key or step_prefix(run, record.id) + record.file
@@ -184,7 +186,7 @@ def _contents(
 
 
 def tensors_of(tree: Any, path: str = "") -> Iterator[tuple[str, TensorView]]:
-    """(key, tensor) of every tensor of a tree; one that occurs several times has several keys."""
+    """Yields (key, tensor) for every tensor of a tree; a tensor that occurs several times has several keys."""
     for key, item in _walk(tree, path, ()):
         tensor = as_tensor(item)
         if tensor is not None:
@@ -192,17 +194,17 @@ def tensors_of(tree: Any, path: str = "") -> Iterator[tuple[str, TensorView]]:
 
 
 def _walk(item: Any, path: str, above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-    """Everything in a tree, with its key."""
+    """Yields (key, object) for everything in a tree, itself first; ``above``: ids of the containers it is in."""
     yield path, item
     if id(item) in above:
-        return  # it contains itself
+        return  # a container that contains itself
     for name, part in children(item):
         quoted = name.replace("%", "%25").replace("/", "%2F")
         yield from _walk(part, f"{path}/{quoted}" if path else quoted, (*above, id(item)))
 
 
 def stored_once(tree: Any) -> Iterator[tuple[str, TensorView]]:
-    """The tensors of a tree, each tied one under its first key only."""
+    """Yields (key, tensor) for the tensors of a tree, each tied one under its first key only."""
     seen = set()
     for key, tensor in tensors_of(tree):
         same = (tensor.storage, tensor.offset, tensor.shape, tensor.strides)
@@ -244,7 +246,7 @@ def _row(key: str, tensor: TensorView, rank: int, entries: Mapping[str, ArchiveE
 
 
 def entries(tree: Any) -> list[Entry]:
-    """The top of a state tree: one entry for each of its branches."""
+    """One entry for each top-level branch of a state tree."""
     found = []
     for name, item in children(tree):
         tensors, values = _count(item)
@@ -284,10 +286,10 @@ def _count(tree: Any) -> tuple[int, int]:
 
 
 def _text(item: Any, width: int = 60) -> str:
-    """What is not a container, in words."""
+    """A short text for something that is not a container."""
     tensor = as_tensor(item)
     if tensor is not None and (tensor.storage or "").startswith(LEAF_PREFIX):
-        return "tensor"  # of a sharded step; the table of chunks says what it is
+        return "tensor"  # in a sharded step, the table of chunks describes it
     if tensor is not None:
         return f"{tensor.dtype or tensor.kind} {'x'.join(map(str, tensor.shape)) or 'scalar'}"
     if isinstance(item, bytes | bytearray):
@@ -301,7 +303,7 @@ def _text(item: Any, width: int = 60) -> str:
 
 
 def _listing(names: list[str], kind: str, width: int = 60) -> str:
-    """As many names as fit; for what has numbers instead of names, how many there are."""
+    """As many names as fit into ``width``; for numbered items only their count."""
     if all(name.isdecimal() for name in names) and "dict" not in kind.lower():
         return "1 item" if len(names) == 1 else f"{len(names)} items"
     shown = next((n for n in range(len(names), 1, -1) if len(", ".join(names[:n])) <= width), 1)

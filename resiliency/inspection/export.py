@@ -1,8 +1,8 @@
 """Writes a step as a stock torch/Lightning ``.ckpt``, or its weights as a safetensors file.
 
-Both can be read without this library. Of a replicated step the ``.ckpt`` is a copy of the step's own file, and nothing
-is unpickled for it. (A hard link would be quicker, but who overwrites it would overwrite the checkpoint.) Every byte is
-checked before the file appears; it appears complete or not at all, and replaces an existing file only with ``force``.
+Both can be read without this library. For a replicated step the ``.ckpt`` is a copy of the step's own file, and nothing
+is unpickled. (A hard link would be quicker, but overwriting it would overwrite the checkpoint.) Every byte is checked
+before the file appears; the file appears complete or not at all, and replaces an existing one only with ``force``.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Exported:
     """What was written.
 
     Attributes:
-        path, format, nbytes: the file.
-        run, id: the step it was made from.
-        tensors: how many tensors are in it.
+        path, format, nbytes: of the file.
+        run, id: the step that was exported.
+        tensors: number of tensors in the file.
         weights_only: True when ``torch.load(path, weights_only=True)`` reads it; None for safetensors.
         unsafe: classes that ``weights_only=True`` refuses, as far as torch can name them.
-        tied: name -> the name it shares a tensor with; safetensors stores it under both, a .ckpt keeps them tied.
+        tied: name -> other name of the same tensor; safetensors stores the tensor under both, a .ckpt keeps them tied.
         left_out: entries of the state dict that are not tensors, which safetensors cannot hold.
     """
 
@@ -71,7 +71,7 @@ class Exported:
 
 
 def format_of(out: str | os.PathLike[str], wanted: str | None = None) -> Format:
-    """``wanted``, otherwise the format of the file's suffix.
+    """``wanted`` if given, otherwise the format that the file's suffix names.
 
     Raises:
         ConfigError: neither is a known format.
@@ -98,12 +98,11 @@ def export(
 ) -> Exported:
     """Writes a step as one stock file. Collective: no. Blocks: for reading, checking and writing everything.
 
-    A sharded state is held in memory once; of a replicated one, the weights only and only for safetensors. Shards of a
+    A sharded state is held in memory once; of a replicated one only the weights, and only for safetensors. Shards of a
     remote tier go through a temporary folder (``TMPDIR``), except for the ``.ckpt`` of a replicated step.
 
     Args:
-        source: a path as ``resiliency ckpt`` takes them, or what :func:`~resiliency.inspection.by_path.locate`
-            returned.
+        source: a path as ``resiliency ckpt`` takes it, or a result of :func:`~resiliency.inspection.by_path.locate`.
         out: the file to write; its folder must exist.
         format: "ckpt": the whole state tree, as ``torch.save`` writes it. "safetensors": the tensors below ``key``.
             None: by suffix.
@@ -111,7 +110,7 @@ def export(
         allow_pickle: load objects of classes of your own; needed for sharded steps only. Only for checkpoints you
             trust: it can run code.
         force: replace ``out`` when it exists.
-        key: which entry of the state holds the weights.
+        key: entry of the state that holds the weights.
 
     Raises:
         ConfigError: ``out`` exists or cannot be made, an object needs ``allow_pickle``, or there are no weights below
@@ -136,7 +135,7 @@ def _located(source: str, run: str | None) -> Located:
     located = locate(source, run=run)
     if located is not None:
         return located
-    target = find(source)  # raises what is there instead
+    target = find(source)  # raises an error about what is there instead, if anything
     close_tier(target.tier)
     raise NoCheckpointFound(f"{source}: no committed checkpoint; `resiliency ckpt ls {source}` shows what is there")
 
@@ -211,7 +210,7 @@ class _Weights:
 
 @dataclass
 class _WeightViews:
-    """As :class:`_Weights`, with descriptions of the tensors."""
+    """Like :class:`_Weights`, with descriptions in place of the tensors."""
 
     tensors: dict[str, TensorView]
     tied: dict[str, str]
@@ -219,7 +218,11 @@ class _WeightViews:
 
 
 def _weight_views(first: ShardContents, key: str, step: StepId) -> _WeightViews:
-    """What is below ``key``; nested names are joined by "."."""
+    """The tensors below ``key``; nested names are joined by ".".
+
+    Raises:
+        ConfigError: there is no entry ``key``, or it holds no tensors.
+    """
     parts = dict(children(first.tree))
     if key not in parts:
         raise ConfigError(
@@ -239,7 +242,7 @@ def _weight_views(first: ShardContents, key: str, step: StepId) -> _WeightViews:
         elif isinstance(item, dict) or (isinstance(item, Made) and item.pairs):
             for part, value in children(item):
                 walk(value, f"{name}.{part}" if name else part)
-        elif not isinstance(item, Made) or item.name != "collections.OrderedDict":  # an empty one has nothing
+        elif not isinstance(item, Made) or item.name != "collections.OrderedDict":  # empty: nothing left out
             found.left_out += (name,)
 
     walk(parts[key], key if as_tensor(parts[key]) is not None else "")
@@ -250,7 +253,7 @@ def _weight_views(first: ShardContents, key: str, step: StepId) -> _WeightViews:
 
 @contextmanager
 def _opened(located: Located, scratch: str) -> Iterator[ShardReader]:
-    """Shard 0 of a replicated step, every byte of it checked."""
+    """Shard 0 of a replicated step, open, after every byte of it was checked."""
     record, where = located.listing.records[0], located.where(0)
     if located.tier.is_local:
         path = where
@@ -268,7 +271,7 @@ def _opened(located: Located, scratch: str) -> Iterator[ShardReader]:
 
 
 def _stored_weights(located: Located, views: _WeightViews, reader: ShardReader) -> _Weights:
-    """The tensors as they are in the file; nothing is unpickled. They alias the reader's mapping."""
+    """Copies of the tensors, read from the file; nothing is unpickled."""
     weights = _Weights({}, views.tied, views.left_out)
     for name, view in views.tensors.items():
         entry = reader.entries.get(storage_name(view.storage or ""))
@@ -293,7 +296,7 @@ def _stored_weights(located: Located, views: _WeightViews, reader: ShardReader) 
 def _loaded_weights(
     located: Located, first: ShardContents, views: _WeightViews, key: str, allow_pickle: bool
 ) -> _Weights:
-    """The tensors put together from the shards."""
+    """The tensors, reassembled from all shards."""
     numbers = [(view.storage or "").removeprefix("leaf-") for view in views.tensors.values()]
     wanted = {first.leaves[int(number)] for number in numbers if number.isdecimal() and int(number) < len(first.leaves)}
     state = _load(located, allow_pickle, wanted.__contains__)
@@ -340,7 +343,8 @@ def _save_safetensors(weights: _Weights, temp: str) -> None:
 
 
 def _write(target: str, force: bool, save: Callable[[str], Any]) -> tuple[int, Any]:
-    """Lets ``save`` write a temp file beside the target and renames it; returns its size and what ``save`` returned."""
+    """Lets ``save`` write a temporary file beside the target, then renames it; returns its size in bytes and the result
+    of ``save``."""
     temp = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.partial-{secrets.token_hex(4)}")
     try:
         result = save(temp)
@@ -367,13 +371,17 @@ def _write(target: str, force: bool, save: Callable[[str], Any]) -> tuple[int, A
 
 
 def _put(temp: str, target: str) -> None:
-    """Renames without replacing an existing file: a hard link fails where a rename would replace."""
+    """Renames without replacing an existing file: a hard link fails where a rename would replace.
+
+    Raises:
+        FileExistsError: ``target`` exists.
+    """
     try:
         os.link(temp, target)
     except FileExistsError:
         raise
     except OSError:
-        # No hard links (FUSE, some network mounts): a file made between this check and the rename is replaced.
+        # No hard links here (FUSE, some network mounts): a file made between this check and the rename is replaced.
         if os.path.lexists(target):
             raise FileExistsError(target) from None
         os.replace(temp, target)

@@ -1,7 +1,7 @@
-"""Whether a job is using a run right now. Asked before ``resiliency ckpt prune`` deletes files. No torch.
+"""Finds out whether a job is using a run right now, before ``resiliency ckpt prune`` deletes files. No torch.
 
 Three kinds of evidence, because none covers all cases: the socket of a host agent (this host, this user), the process
-ids in the run's event logs (this host), and ranks on other hosts that wrote an event lately and none of their end.
+ids in the run's event logs (this host), and ranks on other hosts that wrote an event lately, but none about their end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 
 __all__ = ["Evidence", "evidence_of_use"]
 
-#: Every job saves, and so writes an event, at least this often; a rank without one for longer has ended.
+#: Seconds without an event after which a rank counts as ended: every job saves, and so writes an event, more often.
 _QUIET_S = 24 * 3600.0
 _CONNECT_S = 2.0
 _ENDS = (EventKind.JOB_TERMINATED, EventKind.PROCESS_ENDED)
@@ -51,8 +51,8 @@ def evidence_of_use(
 
     Args:
         directory: root of the local tier.
-        hosts: names of hosts known to have written there; this host's own names are always asked.
-        now: UTC seconds since the epoch (tests).
+        hosts: names of hosts known to have written there; this host's own names are always included.
+        now: UTC seconds since the epoch, for tests; None: the current time.
     """
     here = {environment().node, socket.gethostname()}
     found = []
@@ -63,7 +63,7 @@ def evidence_of_use(
 
 
 def _logged_hosts(directory: str, run: str) -> set[str]:
-    """Hosts whose agents left a log: a job may have been given another host name than this shell."""
+    """Hosts whose agents left a log: a job may have been given another host name than this shell has."""
     meta = Path(directory, META_DIR, run)
     return {
         path.stem.removeprefix("agent-") for folder in ("logs", EVENTS_DIR) for path in meta.glob(f"{folder}/agent-*")
@@ -76,7 +76,7 @@ def _listens(address: str) -> bool:
         try:
             probe.connect(address)
         except OSError as error:
-            # Any other error, such as a full queue of connections, means that a process listens.
+            # Any other error, such as a full connection queue, means that a process listens.
             return error.errno not in (errno.ECONNREFUSED, errno.ENOENT)
     return True
 
@@ -102,7 +102,8 @@ def _ranks(directory: str, run: str, here: Collection[str], now: float) -> list[
 
 
 def _last(log: Path, run: str, *, only: str | None = None) -> dict[str, Any] | None:
-    """The log's last event of the run (of one kind), or None. Torn lines and lines of other runs are skipped."""
+    """The log's last event of the run (of kind ``only``, if given); None: none. Skips torn lines and lines of other
+    runs."""
     for line in _backwards(log, b"" if only is None else only.encode()):
         try:
             event = json.loads(line)
@@ -119,7 +120,7 @@ def _last(log: Path, run: str, *, only: str | None = None) -> dict[str, Any] | N
 
 
 def _backwards(log: Path, word: bytes) -> Iterator[bytes]:
-    """Lines that contain ``word``, last one first; reads only as far back as the caller iterates."""
+    """Yields the lines that contain ``word``, last line first; reads only as far back as the caller iterates."""
     try:
         with opened(str(log)) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
             end = len(view)
@@ -136,7 +137,7 @@ def _backwards(log: Path, word: bytes) -> Iterator[bytes]:
                     yield view[start:end]
                 end = start
     except (OSError, ValueError):
-        return  # gone, unreadable or empty (which mmap refuses): no evidence
+        return  # gone, unreadable or empty (mmap refuses an empty file): no evidence
 
 
 def _seconds(event: dict[str, Any]) -> float:
@@ -144,7 +145,7 @@ def _seconds(event: dict[str, Any]) -> float:
 
 
 def _runs(pid: object, since: float) -> bool:
-    """Whether the process is alive and is not a later one with the same id."""
+    """True when the process of this id is alive and began no later than ``since``, so that the id was not reused."""
     import psutil
 
     try:

@@ -1,9 +1,9 @@
-"""Reads a pickled structure without making any of the objects it names. No torch; nothing that it names is imported.
+"""Reads a pickled structure without making any of the objects it names, and without importing anything. No torch.
 
-``data.pkl`` of a checkpoint is a pickle, and a pickle can name any class. Here every class and function becomes a
-stand-in that remembers its name and what it was given (:class:`Made`), so that a listing can show what is there, also
-where the classes cannot be imported or must not be trusted. Tensors are recognised by the names of the functions with
-which torch rebuilds them.
+``data.pkl`` of a checkpoint is a pickle, and a pickle can name any class. Here every class and function is replaced by
+a stand-in that records its name and arguments (:class:`Made`), so that a listing can show the contents even where the
+classes cannot be imported or must not be trusted. Tensors are recognised by the names of the torch functions that
+rebuild them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 __all__ = ["Made", "StorageRef", "TensorView", "as_tensor", "children", "read_pickle"]
 
-#: torch dtype names by the storage classes that a pickle names.
+#: Storage class named in a pickle -> torch dtype name.
 _DTYPES: Mapping[str, str] = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -37,20 +37,20 @@ _DTYPES: Mapping[str, str] = {
     "QUInt2x4Storage": "quint2x4",
     "UntypedStorage": "uint8",
 }
-#: Tensors that are described by a storage, an offset, sizes and strides.
+#: Functions that rebuild a tensor from a storage, an offset, sizes and strides.
 _BY_STORAGE = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_qtensor")
-#: What is a tensor with something on top: the tensor is its first argument.
+#: Functions that wrap a tensor, which is their first argument.
 _AROUND = ("_rebuild_parameter", "_rebuild_parameter_with_state")
 
 
 class Made:
-    """Stands for an object that a pickle makes by calling a class or function; each of those has a subclass of its own.
+    """Stands in for an object that a pickle makes by calling a class or function; each of these gets its own subclass.
 
     Attributes:
-        name: of the class or function, with its module.
-        args: what the call was given.
-        state: what the object was given afterwards; None: nothing.
-        items, pairs: what was put into it, as into a list and as into a dict.
+        name: full name of the class or function.
+        args: arguments of the call.
+        state: state that the object was given afterwards; None: none.
+        items, pairs: items added to it as to a list, and as to a dict.
     """
 
     name: ClassVar[str] = ""
@@ -94,9 +94,9 @@ class TensorView:
 
     Attributes:
         kind: "Tensor", "Parameter", or the class of the tensor.
-        dtype: torch's name; "" when unknown.
-        storage: key of its storage; None for a tensor that is not described by one (sparse, of a user's class).
-        shape, offset, strides: in elements; None for strides that are not known.
+        dtype: torch's name for it; "" when unknown.
+        storage: key of its storage; None when the pickle describes it without one (sparse, of a user's class).
+        shape, offset, strides: in elements; strides None: unknown.
     """
 
     kind: str
@@ -126,10 +126,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_pickle(data: bytes) -> Any:
-    """The tree that a pickle describes, of builtin containers and values, :class:`Made` and :class:`StorageRef`.
+    """The tree that a pickle describes: builtin containers and values, :class:`Made` and :class:`StorageRef`.
 
     Raises:
-        ValueError: it is not a pickle, or a damaged one.
+        ValueError: the data is not a pickle, or a damaged one.
     """
     try:
         return _Unpickler(data).load()
@@ -151,7 +151,7 @@ def _as_tensor(item: Any, depth: int) -> TensorView | None:
     try:
         if function in _BY_STORAGE and isinstance(args[0], StorageRef):
             dtype = args[0].dtype
-            if function == "_rebuild_tensor_v3":  # dtypes without a storage class of their own
+            if function == "_rebuild_tensor_v3":  # for dtypes without a storage class
                 dtype = args[6].name.removeprefix("torch.")
             offset, shape, strides = int(args[1]), _numbers(args[2]), _numbers(args[3])
             kind = "quantized" if function == "_rebuild_qtensor" else "Tensor"
@@ -170,7 +170,7 @@ def _as_tensor(item: Any, depth: int) -> TensorView | None:
         if function == "_rebuild_meta_tensor_no_storage":
             return TensorView("meta", args[0].name.removeprefix("torch."), None, _numbers(args[1]))
     except (IndexError, TypeError, ValueError, AttributeError):
-        return None  # another version of torch, which passes something else: shown as an object
+        return None  # another torch version with other arguments: shown as an object
     return None
 
 
@@ -185,7 +185,7 @@ def _numbers(values: Any) -> tuple[int, ...]:
 
 
 def children(item: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of a container by the names people know them by; nothing for anything else."""
+    """Yields (name, part) for the parts of a container, with the names users know; nothing for anything else."""
     if isinstance(item, dict):
         yield from ((_key(key), value) for key, value in item.items())
     elif isinstance(item, list | tuple):
@@ -194,16 +194,16 @@ def children(item: Any) -> Iterator[tuple[str, Any]]:
         yield from ((_key(key), value) for key, value in item.pairs)
         yield from ((str(at), value) for at, value in enumerate(item.items))
         if item.name == "collections.OrderedDict":
-            return  # torch keeps the versions of modules as an attribute of a state_dict; it is no entry
+            return  # its state is an attribute where torch keeps module versions, not an entry
         if isinstance(item.state, dict):
             yield from children(item.state)
         elif item.name in _OF_ONE and item.args and isinstance(item.args[0], list | tuple):
             yield from children(item.args[0])
 
 
-#: Objects shown as one value, whatever they were made with.
+#: Classes whose objects are shown as one value.
 _VALUES = ("torch.Size", "torch.device", "builtins.complex", "__builtin__.complex", "builtins.slice")
-#: Containers that are made with all their items.
+#: Containers that get all their items in the constructor.
 _OF_ONE = tuple(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("set", "frozenset")) + (
     "collections.deque",
 )

@@ -1,4 +1,4 @@
-"""Which steps ``resiliency ckpt prune`` may delete (pure), and their deletion. No torch.
+"""Decides which steps ``resiliency ckpt prune`` may delete, and deletes them. No torch.
 
 The newest committed step always stays, and so does every step with a file that cannot be read.
 """
@@ -20,7 +20,7 @@ __all__ = ["Deletion", "KeptStep", "PrunePlan", "delete", "plan_pruning"]
 
 @dataclass(frozen=True)
 class Deletion:
-    """A step to delete, and why."""
+    """A step to delete, and the reason."""
 
     listing: StepListing
     why: str
@@ -31,13 +31,13 @@ class Deletion:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names the step was saved under; those that point to a later step by now are not deleted."""
+        """Names the step was saved under. Those that point to another step by now are not deleted."""
         return tuple(dict.fromkeys(name for record in self.listing.records.values() for name in record.names))
 
 
 @dataclass(frozen=True)
 class KeptStep:
-    """A step that stays although the options ask to delete such steps, and why."""
+    """A step that is kept although the options ask to delete steps like it, and the reason."""
 
     id: StepId
     why: str
@@ -45,7 +45,7 @@ class KeptStep:
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """Steps to delete, oldest first; steps that stay for a reason of their own; the newest committed step, if any."""
+    """Steps to delete, oldest first; steps kept for a special reason; the newest committed step, None: none."""
 
     deletions: tuple[Deletion, ...]
     kept: tuple[KeptStep, ...]
@@ -57,7 +57,7 @@ def plan_pruning(listings: Sequence[StepListing], *, keep: int | None, unfinishe
 
     Args:
         listings: one run's steps on one tier.
-        keep: keep this many of the newest committed steps, named or not; None: all.
+        keep: number of newest committed steps to keep, named or not; None: all.
         unfinished: also delete steps that are not committed and older than the newest committed one.
     """
     committed = [listing for listing in listings if is_committed(listing)]
@@ -85,13 +85,14 @@ def plan_pruning(listings: Sequence[StepListing], *, keep: int | None, unfinishe
 
 
 def delete(tier: Tier, run: str, deletion: Deletion) -> list[str]:
-    """Deletes one step, with the temp files that killed writers left in its folder. No other process may write there.
+    """Deletes one step, with the temporary files that killed writers left in its folder. No other process may write
+    there.
 
     Returns:
-        The names that were deleted with it.
+        The names that were deleted with the step.
 
     Raises:
-        TierError: a file could not be deleted; a second call continues from there.
+        TierError: a file could not be deleted; calling again continues from there.
     """
     listing = deletion.listing
     return delete_step(tier, run, listing.id, files=listing.sizes, names=deletion.names, leftovers=True)

@@ -1,6 +1,6 @@
 """Resolves a path to a tier, run and step, and lists the steps of one or several tiers. No torch, so that it is quick.
 
-The tiers of one command are taken as tiers of one job. A step that several of them hold is one step here, with several
+All tiers of one command count as tiers of one job. A step that several of them hold is listed once, with several
 copies. It is committed when every shard has a copy of full size on some tier, even if no single tier holds all shards.
 """
 
@@ -47,10 +47,10 @@ logger = logging.getLogger(__name__)
 
 
 class StepState(Enum):
-    """What a step counts as.
+    """The condition of a step.
 
     COMMITTED: it can be loaded. DAMAGED: its manifest exists but a file is missing, cut off or unreadable. UNFINISHED:
-    it has no manifest.
+        it has no manifest.
     """
 
     COMMITTED = "committed"
@@ -70,8 +70,8 @@ class Target:
         tier: the tier it is on.
         run: the run it names; None: all runs there.
         step: the step it names; None: all steps of the run.
-        name: key of the file (of a sharded step: the folder) that names the step; None: the path is no such name, or
-            nothing is there any more.
+        name: key of the file (for a sharded step: the folder) that is a name of the step; None: the path is not a name,
+            or the file is gone.
     """
 
     path: str
@@ -91,7 +91,7 @@ class LabeledTier:
 
 @dataclass(frozen=True)
 class StoredCopy:
-    """What one tier holds of a step; ``label`` is the tier's, see :class:`LabeledTier`."""
+    """What one tier holds of a step; ``label``: see :class:`LabeledTier`."""
 
     label: str
     tier: Tier
@@ -104,13 +104,14 @@ class StepView:
 
     Attributes:
         run, id: which step.
-        copies: one for each tier that has files of it.
-        manifest: records of all shards, from a manifest or from all records together; None while a record is missing.
+        copies: one for each tier that has files of the step.
+        manifest: records of all shards, from a manifest or from the records of several tiers; None while a record is
+            missing.
         needed: number of shards; None when no record could be read.
         present: ranks whose shard has a copy of full size.
-        names: names that mean this step now.
-        state: what it counts as.
-        notes: what is wrong or worth knowing, in words.
+        names: names that point to this step now.
+        state: its condition.
+        notes: texts about what is wrong or worth knowing.
     """
 
     run: str
@@ -125,33 +126,34 @@ class StepView:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all shards when that is known, otherwise of those that exist."""
+        """Size in bytes of all shards when known; otherwise of the largest copy's shards."""
         if self.manifest is not None:
             return self.manifest.nbytes
         return max(sum(n for name, n in c.listing.sizes.items() if name.endswith(".ckpt")) for c in self.copies)
 
     @property
     def created(self) -> float | None:
-        """UTC seconds when the save began, None when no record could be read."""
+        """UTC seconds since the epoch when the save began; None when no record could be read."""
         times = [r.created for c in self.copies for r in c.listing.records.values() if r.created]
         return min(times, default=None)
 
 
 def close_tier(tier: Tier) -> None:
-    """Closes a tier's connections if it has a ``close``, which the ``Tier`` protocol does not ask for."""
+    """Closes a tier's connections. Not every tier has a ``close``, because the ``Tier`` protocol does not require
+    one."""
     close = getattr(tier, "close", None)
     if close is not None:
         close()
 
 
 def find(path: str) -> Target:
-    """Resolves a path: a directory, a step's name (whether or not its file still exists), a step folder, or a URL.
+    """Resolves a path: a directory, a name of a step (even if its file is gone), a step folder, or a URL.
 
-    Blocks: a few requests to the tier.
+    Blocks: for a few requests to the tier.
 
     Raises:
         NoCheckpointFound: nothing is there.
-        ConfigError: it is something else, such as a stock checkpoint, or not a valid address.
+        ConfigError: the path is something else, such as a stock checkpoint, or not a valid address.
         TierError: the tier cannot be read.
     """
     opened: list[Tier] = []
@@ -203,7 +205,7 @@ def _find(path: str, opening: Callable[[str], Tier]) -> Target:
 
 
 def _inside(path: str, tier: Tier, rest: str) -> Target:
-    """A path below ``.resiliency``: a run, or a step folder or a file in one."""
+    """Resolves a path below ``.resiliency``: a run, a step folder, or a file in one."""
     parts = rest.split("/")
     run = parts[0] or None
     if len(parts) < 3:
@@ -221,8 +223,8 @@ def _inside(path: str, tier: Tier, rest: str) -> Target:
 
 
 def _above(address: str) -> Iterator[tuple[str, str]]:
-    """(folder, rest of the address) for every folder above; a name may contain slashes, so each of them may be the
-    root."""
+    """Yields (folder, rest of the address) for every folder above: a name may contain slashes, so each may be the
+    tier's root."""
     folder, _, name = address.rpartition("/")
     while folder and not folder.endswith(("/", ":")):
         yield folder, name
@@ -231,7 +233,7 @@ def _above(address: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_step_of(tier: Tier, identity: Identity, name: str) -> bool:
-    """True when the step of a file is one of the tier's."""
+    """True when the tier holds the run, or the step, that a file says it belongs to."""
     if next(iter(tier.list(run_prefix(identity.run))), None) is not None:
         return True
     try:
@@ -243,14 +245,14 @@ def _is_step_of(tier: Tier, identity: Identity, name: str) -> bool:
 
 
 def _identity(address: str, opening: Callable[[str], Tier]) -> Identity | None:
-    """What the file or folder at an address says that it is."""
+    """What the file or folder at an address says it is; None when it is not ours."""
     for folder, name in _above(address):
         return read_name(opening(folder), name)
     return None
 
 
 def _named_step(tier: Tier, name: str) -> tuple[str, StepId] | None:
-    """(run, step) that a name means by the manifests, though there is no file of that name."""
+    """(run, step) that manifests give this name to, though there is no file of that name; None: no manifest does."""
     manifests = [found.manifest for run in find_runs(tier) for found in scan(tier, run)]
     if tier.is_local:
         manifests += [file.manifest for file in find_single_files(tier.root, below=False)]
@@ -272,7 +274,7 @@ def label_tiers(targets: Iterable[Target]) -> list[LabeledTier]:
 
 
 def runs_of(targets: Sequence[Target]) -> list[str]:
-    """Runs the targets name; when none is named, all runs on their tiers.
+    """Names of the runs that the targets name, sorted; if they name none, of all runs on their tiers.
 
     Raises:
         TierError: a tier cannot be listed.
@@ -294,7 +296,7 @@ def runs_in(tier: Tier) -> list[str]:
 
 
 def listings(tier: Tier, run: str) -> list[StepListing]:
-    """A run's steps on a tier, oldest first: those in folders, and those that are single files.
+    """A run's steps on a tier, oldest first: in folders, or else as single files.
 
     Raises:
         UnsupportedFormat: the run holds steps that another version of the format wrote.
@@ -355,13 +357,13 @@ def _set_state(view: StepView, *, several: bool) -> None:
 
 
 def unreadable(copy: StoredCopy, run: str) -> list[str]:
-    """What could not be read of one copy, with file names instead of paths."""
+    """Texts about what could not be read of one copy, with file names instead of paths."""
     prefix = step_prefix(run, copy.listing.id)
     return [text.replace(f"{copy.tier.root}/{prefix}", "").replace(prefix, "") for text in copy.listing.problems]
 
 
 def _faults(copy: StoredCopy, run: str) -> list[str]:
-    """What is wrong with one copy, in words; nothing for an unfinished copy."""
+    """Texts about what is wrong with one copy; empty for an unfinished copy."""
     found = unreadable(copy, run)
     if copy.listing.manifest is not None:
         for record in copy.listing.manifest.shards:
@@ -374,10 +376,10 @@ def _faults(copy: StoredCopy, run: str) -> list[str]:
 
 
 def one_step(target: Target, *, run: str | None = None) -> tuple[str, StepId]:
-    """The step a target names and its run, otherwise the newest committed step (of ``run``).
+    """(run, step) that a target names, or the newest committed step (of ``run``, if given).
 
     Raises:
-        NoCheckpointFound: there is no committed step.
+        NoCheckpointFound: there is no such run, or no committed step.
         ConfigError: there are several runs to choose from.
     """
     if target.run is not None and target.step is not None:
@@ -392,7 +394,7 @@ def one_step(target: Target, *, run: str | None = None) -> tuple[str, StepId]:
     for run in runs:
         taken, damaged = _newest(target, run)
         if taken is not None and damaged is not None:
-            # Beside a job that saves and deletes, what was listed may be gone when it is read: that is no damage.
+            # A job that saves and deletes meanwhile may delete a listed file before it is read; that is no damage.
             before = damaged.id
             taken, damaged = _newest(target, run)
             damaged = damaged if damaged is not None and damaged.id == before else None
@@ -407,7 +409,7 @@ def one_step(target: Target, *, run: str | None = None) -> tuple[str, StepId]:
 
 
 def _newest(target: Target, run: str) -> tuple[StepId | None, StepView | None]:
-    """The newest committed step, and the newest damaged one that is newer."""
+    """The newest committed step, and the newest damaged step if it is newer; None for each that does not exist."""
     views = survey(label_tiers([target]), run)
     taken = max((view.id for view in views if view.state is StepState.COMMITTED), default=None)
     damaged = [view for view in views if taken is not None and view.id > taken and view.state is StepState.DAMAGED]

@@ -1,5 +1,5 @@
-"""Checks every byte of steps, and of the files that bear their names, against what was recorded when they were written.
-No torch."""
+"""Checks every byte of steps, and of the files that are their names, against the digests recorded at the save. No
+torch."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from resiliency.storage.tiers.base import Tier
 
 __all__ = ["Finding", "bytes_to_check", "check_step"]
 
-#: Blocks one task reads, and how many tasks read at a time: enough for a disk or a bucket, little memory on a small
-#: host.
+#: Blocks that one task reads, and number of tasks that read at a time: enough for a disk or a bucket, with little
+#: memory for a small host.
 _TASK_BLOCKS = 8
 _READERS = 4
 
-_Task = tuple[ShardRecord, str, int, int]  # blocks [first, last) of a shard, in a file
-_Result = tuple[list[tuple[int, int]], str]  # byte ranges that differ, and why it could not be read
+_Task = tuple[ShardRecord, str, int, int]  # blocks [first, last) of a shard, in the file of a key
+_Result = tuple[list[tuple[int, int]], str]  # (byte ranges that differ, why the file could not be read or "")
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Finding:
     """A fault (``bad``) or a remark about one copy of a step.
 
     Attributes:
-        run, id, tier: which copy; ``tier`` is its label.
-        bad: True when it keeps this copy from being restored.
-        path: the file or object.
+        run, id, tier: the copy; ``tier`` is the tier's label.
+        bad: True when the fault keeps this copy from being restored.
+        path: of the file or object.
         ranges: byte ranges that differ, half open; empty when the fault is not in the bytes.
-        text: what is wrong, in words, without the path.
+        text: what is wrong, without the path.
     """
 
     run: str
@@ -50,18 +50,18 @@ class Finding:
 
 
 def bytes_to_check(view: StepView) -> int:
-    """How many bytes :func:`check_step` will read."""
+    """Number of bytes that :func:`check_step` will read."""
     return sum(record.nbytes for copy in view.copies for record, _ in _readable(view, copy))
 
 
 def _readable(view: StepView, copy: StoredCopy) -> list[tuple[ShardRecord, str]]:
-    """Shards whose bytes can be compared with their digests (those of full size), each with the key of its file; and
-    the files that bear the step's names, except for those that are the same file under another name."""
+    """(record, file key) of each shard whose bytes can be compared with digests, because it has full size; and of each
+    file that is a name of the step, unless it is the same file under another name."""
     listing = copy.listing
     records = sorted(listing.records.values(), key=lambda record: record.rank)
     whole = [record for record in records if record.complete and listing.sizes.get(record.file) == record.nbytes]
     if listing.single:
-        whole = [record for record in whole if record.rank == 0]  # it covers the others, which are in that file
+        whole = [record for record in whole if record.rank == 0]  # the others are entries of its file
     found = [(record, listing.key(record)) for record in whole]
     for name in view.names:
         sizes = {info.key: info.nbytes for info in copy.tier.list(name)}
@@ -79,12 +79,12 @@ def _is_same(tier: Tier, key: str, other: str) -> bool:
 
 
 def check_step(view: StepView, *, advance: Callable[[int], None] = lambda _: None) -> list[Finding]:
-    """Reads all shards of all copies of a step.
+    """Reads and checks all shards of all copies of a step.
 
-    Thread: any; reads on threads of its own, which have ended at return. Blocks: for reading everything.
+    Thread: any; reads on threads of its own, which have ended at return. Blocks: while everything is read.
 
     Args:
-        advance: called with the number of bytes that were checked since the last call; from any thread, one at a time.
+        advance: called with the number of bytes checked since the last call; from any thread, one call at a time.
     """
     findings: list[Finding] = []
     for copy in view.copies:
@@ -102,7 +102,7 @@ def _metadata(view: StepView, copy: StoredCopy) -> list[Finding]:
         return Finding(view.run, view.id, copy.label, bad, folder + file, (), text)
 
     if listing.single:
-        return []  # it has been read, or it would not be here
+        return []  # a damaged record of a single file would have kept it from being listed
     found = []
     for text in unreadable(copy, view.run):
         file, _, rest = text.partition(": ")
@@ -133,10 +133,10 @@ def _metadata(view: StepView, copy: StoredCopy) -> list[Finding]:
 
 
 def _names(view: StepView, copy: StoredCopy) -> list[Finding]:
-    """Names that are missing, or whose file is something else."""
+    """Findings about names that are missing, or whose file belongs to something else."""
     found = []
     if copy.listing.manifest is None:
-        return []  # a step gets its names last
+        return []  # a step gets its names last, so it has none yet
     for name in view.names:
         path = f"{copy.tier.root}/{name}"
 
@@ -188,7 +188,7 @@ def _bytes(view: StepView, copy: StoredCopy, advance: Callable[[int], None]) -> 
 
 
 def _fold(view: StepView, copy: StoredCopy, tasks: Sequence[_Task], results: Sequence[_Result]) -> list[Finding]:
-    """One finding per bad shard, ranges that touch joined."""
+    """One finding per bad shard, with adjacent ranges joined."""
     tier: Tier = copy.tier
     ranges: dict[str, list[tuple[int, int]]] = {}
     failures: dict[str, str] = {}

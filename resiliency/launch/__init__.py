@@ -1,7 +1,8 @@
 """``resiliency run``: starts the ranks of a job on this host, and starts all of them again when one dies.
 
 It is torchrun (:mod:`torch.distributed.run`) with another way to start a process: ranks are forked from a process that
-has imported torch and Lightning already (:mod:`~resiliency.launch.zygote`), and their end is seen through a pidfd.
+has already imported torch and Lightning (:mod:`~resiliency.launch.zygote`), and the launcher sees their end through a
+pidfd.
 Flags, environment, rendezvous, error files, logs and exit codes are torchrun's own code.
 """
 

@@ -1,8 +1,9 @@
-"""What code can change of its process and its main thread, and put back only by itself: a survivor puts it back.
+"""Saves and restores process-wide and main-thread settings, so that an ended attempt leaves none of its own behind.
 
-An attempt is left by an exception that comes at any place: between a ``torch.set_grad_enabled(False)`` and the call
-that takes it back, or within the ``__enter__`` of a context manager, whose ``__exit__`` is not called then. The next
-attempt would train under autocast, or in another folder, and its peer, a new process, would not.
+A process that goes on (:mod:`~resiliency.launch.survivor`) leaves its attempt by an exception that can come anywhere:
+between ``torch.set_grad_enabled(False)`` and the call that reverts it, or inside the ``__enter__`` of a context
+manager, whose ``__exit__`` is then not called. Without a restore the next attempt of this process would train under
+autocast, or in another folder, while its peer, a new process, would not.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ _DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True, kw_only=True)
 class _TorchState:
-    """Of the main thread; the defaults are those of a new process."""
+    """Torch's settings of the main thread; the defaults are those of a new process."""
 
     grad: bool = True
-    #: None: float32.
+    #: Default dtype; None means float32.
     dtype: Any = None
-    #: What ``set_default_device`` holds, and what ``with torch.device`` and the like have pushed.
+    #: The device set by ``set_default_device``; ``current_device`` and ``modes`` are what ``with torch.device`` pushes.
     device: Any = None
     current_device: Any = None
     modes: tuple[Any, ...] = ()
-    #: By type of device, whether it is on, and to which dtype (None: not said).
+    #: Device type -> (whether autocast is on, its dtype; None: torch's default).
     autocast: dict[str, tuple[bool, Any]] = field(default_factory=lambda: dict.fromkeys(_DEVICES, (False, None)))
     autocast_cache: bool = True
     autocast_depth: int = 0
@@ -43,15 +44,16 @@ class _TorchState:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessState:
-    """As a function was called. Thread: main.
+    """The settings of this process at the time of :func:`process_state`. Thread: main.
 
     Attributes:
-        folder: working directory; None: it is gone.
-        umask: of new files.
-        blocked: signals that the thread does not take.
-        timers: those that were not set. One that was set before belongs to somebody else.
-        streams: of the interpreter, and what prints an exception.
-        torch: defaults where torch was not imported; None: this torch has others, and nothing of it is restored.
+        folder: working directory; None: it was deleted.
+        umask: for new files.
+        blocked: signals blocked in the main thread.
+        timers: interval timers that were not running. A running one belongs to somebody else and is left alone.
+        streams: ``sys.stdout``, ``sys.stderr`` and ``sys.excepthook``.
+        torch: torch's settings, defaults when torch was not imported; None: this version of torch lacks the functions
+            that read them, and nothing of torch is restored.
     """
 
     folder: str | None
@@ -62,9 +64,9 @@ class ProcessState:
     torch: _TorchState | None
 
     def restore(self) -> None:
-        """Makes it so again. Idempotent. Blocks: no."""
+        """Sets everything back to the recorded values. Idempotent. Blocks: no. Failures are logged, not raised."""
         for timer in self.timers:
-            signal.setitimer(timer, 0)  # its handler is taken back, and the signal would end the process
+            signal.setitimer(timer, 0)  # its handler is restored too, so a later signal would end the process
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
         os.umask(self.umask)
         for name, value in self.streams.items():
@@ -82,7 +84,7 @@ class ProcessState:
 
 
 def process_state() -> ProcessState:
-    """As it is now."""
+    """Records the current settings."""
     torch: Any = sys.modules.get("torch")
     return ProcessState(
         folder=_folder(),
@@ -101,7 +103,7 @@ def _folder() -> str | None:
 
 
 def _umask() -> int:
-    """Without a moment in which it is another one, for the files of other threads."""
+    """Read from ``/proc``, because ``os.umask`` would change it for a moment, for files of other threads too."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1], 8) for line in file if line.startswith("Umask:"))
 
@@ -112,7 +114,7 @@ def _umask() -> int:
 def _torch_state(torch: Any) -> _TorchState | None:
     try:
         return _read(torch)
-    except Exception:  # Boundary: private functions of torch; without them the next attempt finds what this one leaves.
+    except Exception:  # Boundary: private torch functions; without them settings of the ended attempt stay.
         logger.debug("settings of torch cannot be read", exc_info=True)
         return None
 
@@ -164,11 +166,11 @@ def _restore_autocast(torch: Any, before: _TorchState) -> None:
     torch.set_autocast_cache_enabled(before.autocast_cache)
     for _ in range(torch.autocast_increment_nesting() - before.autocast_depth):
         torch.autocast_decrement_nesting()
-    torch.clear_autocast_cache()  # weights of the attempt; it is emptied by the outermost context as that ends
+    torch.clear_autocast_cache()  # holds weights of the ended attempt; else only the outermost autocast exit clears it
 
 
 def _run(step: Callable[[Any, _TorchState], None], torch: Any, before: _TorchState) -> None:
     try:
         step(torch, before)
-    except Exception:  # Boundary: as above.
+    except Exception:  # Boundary: private functions of torch, as above.
         logger.warning("settings of torch that the attempt that ended has made stay", exc_info=True)

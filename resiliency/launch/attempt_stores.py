@@ -1,4 +1,4 @@
-"""The stores that this launcher keeps for attempts, one each."""
+"""The torch stores that this launcher serves: a new one for each attempt."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ __all__ = ["AttemptStores"]
 class AttemptStores:
     """Thread: one.
 
-    A store for each attempt: gloo would read addresses of the attempt before from a store that is kept, and connect to
-    processes that are gone. Stores of earlier attempts are kept for a while: a rank that was to leave before it had
-    connected tries to for half an hour where there is no store, and cannot be interrupted; with one it leaves at once.
+    Each attempt gets its own store, because from a shared one gloo would read addresses of the previous attempt and
+    connect to processes that are gone. Stores of earlier attempts stay open for a while: a rank that is told to leave
+    before it has connected would retry for half an hour against a closed store, and cannot be interrupted; while the
+    store is open it leaves at once.
 
     Args:
-        keep_s: how long a rank may take to leave.
+        keep_s: seconds that a rank may take to leave its attempt. When a new store is made, the one before it is kept,
+            and earlier ones that were made more than this long ago are closed.
     """
 
     def __init__(self, *, keep_s: float) -> None:
         self.keep_s = keep_s
-        #: With the monotonic seconds of their begin; the last one is in use.
+        #: (monotonic seconds at creation, store); the last one is in use.
         self._stores: list[tuple[float, TCPStore]] = []
 
     def make(self) -> TCPStore:
-        """A new one, on a free port of all addresses of this host. Blocks: no."""
+        """Opens a new store on a free port, listening on all addresses of this host. Blocks: no."""
         store, now = TCPStore("localhost", 0, is_master=True, wait_for_workers=False), time.monotonic()
         last = self._stores[-1:]
         kept = [one for one in self._stores[:-1] if now - one[0] < self.keep_s]

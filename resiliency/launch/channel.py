@@ -1,4 +1,4 @@
-"""What launcher, zygote and standbys say to each other: one JSON object a packet, with file descriptors beside it."""
+"""Messages between launcher, zygote and standbys: one JSON object per packet, with file descriptors attached."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ _MAX_FDS = 8
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends. A message is read whole, by one of the processes that have the other end."""
+    """Two connected sockets. If several processes share one end, each message goes whole to one of them."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def send(end: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
-    """Thread: any. Of any size: an environment may be larger than what a packet can hold.
+    """Sends a message of any size: the JSON travels in a memory file, because an environment may exceed what a packet
+    can hold. Thread: any.
 
     Raises:
-        OSError: nobody has the other end.
+        OSError: the other end is closed.
     """
     text = os.memfd_create("resiliency-message", os.MFD_CLOEXEC)
     with open(text, "wb") as file:
@@ -32,13 +33,13 @@ def send(end: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = ()
 
 
 def receive(end: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """The next message and its file descriptors; None when nobody has the other end any more.
+    """The next message and its file descriptors, which the caller closes; None when the other end is closed.
 
     Raises:
-        TimeoutError: of the socket.
-        OSError: a message that cannot be read.
-        ValueError: one that is not JSON.
-        RecursionError: one that is nested too deep.
+        TimeoutError: the socket's timeout has passed.
+        OSError: the message cannot be read.
+        ValueError: the message is not JSON.
+        RecursionError: the message's JSON is nested too deep.
     """
     data, fds, _, _ = socket.recv_fds(end, 1, _MAX_FDS)
     if not data:

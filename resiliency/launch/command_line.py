@@ -1,4 +1,4 @@
-"""The command line that ``ps`` shows of this process."""
+"""Changes the command line that ``ps`` shows for this process."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 __all__ = ["show_command_line"]
 
-#: Of ``/proc/self/stat`` behind the name: where the kernel reads the command line from, see proc(5).
+#: Indices of ``arg_start`` and ``arg_end`` among the fields of ``/proc/self/stat`` after the name; see proc(5).
 _ARG_START, _ARG_END = 48 - 3, 49 - 3
 
 
 def show_command_line(words: Sequence[str]) -> bool:
-    """Writes another command line over the one that the process was started with; a fork has its parent's.
+    """Overwrites the command line that this process was started with; a forked process has its parent's.
 
-    What is longer than that one is cut off at the end. False, and nothing is changed, where the kernel does not say
-    where it is.
+    Longer text is cut off at the end of the old one. Returns False, and changes nothing, when the kernel does not say
+    where the command line lies in memory.
     """
     with open("/proc/self/stat") as file:
         fields = file.read().rpartition(")")[2].split()

@@ -1,13 +1,13 @@
-"""Torch's elastic agent, with another way to start ranks, to see their end, and to start them again.
+"""Torch's elastic agent with its own way to start ranks, to detect their end, and to restart them.
 
-What is torch's: flags, rendezvous, ranks and environment, log files, error files, events, signals, exit codes. What is
-replaced, and why (measured by ``benchmarks/restart.py``):
+Torch does: flags, rendezvous, ranks and environment, log files, error files, events, signals, exit codes. This file
+replaces, for the reasons given (measured by ``benchmarks/restart.py``):
 
-* ranks are forked from a zygote: a fresh interpreter needs seconds to import torch and Lightning;
-* the end of a rank ends the wait at once, through its pidfd;
-* a restart on one host asks nobody: nothing about the hosts has changed. It gets a store of its own;
-* ranks that can go on in their process (:func:`~resiliency.launch.survivor.restartable`) are told to, not ended: a CUDA
-  context costs seconds.
+* ranks are forked from a zygote, because a fresh interpreter needs seconds to import torch and Lightning;
+* the end of a rank is seen at once, through its pidfd;
+* a restart on one host skips the rendezvous, because the hosts have not changed; each attempt gets its own store;
+* ranks whose process can run the next attempt (:func:`~resiliency.launch.survivor.restartable`) are told to leave the
+  attempt, not killed, because a new CUDA context costs seconds.
 """
 
 from __future__ import annotations
@@ -45,30 +45,33 @@ __all__ = ["StandbyAgent", "StandbyOptions", "reason_of"]
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks at ranks whose end is seen at once anyway.
+#: Seconds between two looks at the ranks while nothing happens; an event ends the wait earlier.
 _QUIET_S = 1.0
-#: For the peers of a rank that failed to end by themselves.
+#: Seconds that the peers of a failed rank get to end by themselves.
 _FALL_S = 1.0
-#: For a rank to fail, or for another host to say that it begins anew, after a rank of this host has lost a peer.
+#: Seconds to wait, after a rank of this host has lost a peer, for a rank of this host to fail, or (where there are
+#: other hosts) for another host to announce a new rendezvous.
 _CAUSE_S, _CAUSE_ELSEWHERE_S = 2.0, 5.0
 _TAIL_BYTES = 16 * 1024
-#: Characters; the whole of it is in torch's report.
+#: Characters of a failure reason to show; torch's report has the whole text.
 _MOST_OF_A_REASON = 500
-#: In a job, so that imports that end the process are not tried for ever.
+#: Limit for one job, so that imports that end the process are not retried for ever.
 _MOST_ZYGOTES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class StandbyOptions:
-    """
+    """How :class:`StandbyAgent` starts, watches and restarts ranks.
+
     Attributes:
-        standby: False: every rank is a fresh interpreter.
+        standby: fork ranks from a zygote; False: every rank is a fresh interpreter.
         preload: modules to import in advance, after those that the script was found to import.
-        crash_loop_s: attempts that fail sooner than this, one after the other, wait longer and longer.
-        hang_timeout_s: a rank that has made no progress for this long, and for ten times its longest step, is killed;
-            0: never.
-        leave_timeout_s: for a rank that goes on in its process to leave its attempt.
-        one_host: the job has one host and never more, so that nothing about the hosts changes between attempts.
+        crash_loop_s: after consecutive attempts that each failed sooner than this many seconds, the delay before the
+            next one grows.
+        hang_timeout_s: a rank that has made no progress for this many seconds, and for ten times its longest step, is
+            killed; 0: never.
+        leave_timeout_s: seconds that a rank whose process goes on gets to leave its attempt.
+        one_host: the job has exactly one host, so nothing about the hosts changes between attempts.
     """
 
     standby: bool
@@ -80,27 +83,27 @@ class StandbyOptions:
 
 
 class StandbyAgent(LocalElasticAgent):
-    """See the module.
+    """Starts, watches and restarts the ranks of one host; see the module. Thread: the launcher's main thread.
 
     Args:
-        options: ours.
-        arguments, named: of torch's class.
+        options: settings of this library.
+        arguments, named: passed on to torch's class.
     """
 
     def __init__(self, options: StandbyOptions, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._options = options
         spec = self._worker_group.spec
-        # Torch's loop sleeps this long and looks then; here the look itself waits.
+        # Torch's loop sleeps for monitor_interval and then looks; here the look itself waits instead.
         self._interval_s, spec.monitor_interval = float(spec.monitor_interval), 0
         self._zygote: HostZygote | None = None
         self._zygotes = 1
         self._told_why = False
         self._stores = AttemptStores(keep_s=options.leave_timeout_s + _FALL_S)
-        #: Ranks that ran at the last look; what ended since then is not waited for.
+        #: Number of ranks that ran at the last look; if fewer run now, the next look does not wait.
         self._running = 0
         self._began_s = 0.0
-        #: How long each attempt so far has run until a rank failed.
+        #: Seconds that each attempt so far ran until a rank failed.
         self._lengths_s: list[float] = []
         self._log = JobLog()
         self._log.emit(EventKind.LAUNCHER_STARTED)
@@ -108,13 +111,13 @@ class StandbyAgent(LocalElasticAgent):
         self._hangs = HangWatch(self._links, floor_s=options.hang_timeout_s, report=self._log_hang)
         #: Ranks that were killed in this attempt because they hung.
         self._hung: set[int] = set()
-        #: A rank of this host was told to go, and has left after a save.
+        #: A rank of this host ended with PREEMPTED: it was told to go, and has left after a save.
         self.preempted = False
-        #: Another attempt follows.
+        #: True while ranks are stopped in order to be restarted.
         self._restarts = False
-        #: Processes that were told to leave and go on, by local rank.
+        #: By local rank: processes that were told to leave their attempt, to run the next one.
         self._kept: dict[int, Any] = {}
-        #: Number of the start of the ranks, from 0.
+        #: Number of the current start of the ranks, from 0; -1: none yet.
         self._start_number = -1
         self._start_zygote()
 
@@ -141,13 +144,13 @@ class StandbyAgent(LocalElasticAgent):
         self._log.emit(EventKind.RANKS_STARTED, count=count, kept=kept, starts=self._start_number)
         with handlers_made_by(self._handler):
             ids = cast(dict[int, Any], super()._start_workers(worker_group))
-        self._end_kept()  # those for which there is no place: the host has fewer ranks now
+        self._end_kept()  # processes left without a rank: the host has fewer ranks now
         self._hung.clear()
         self._running, self._began_s = len(ids), time.monotonic()
         return ids
 
     def _replace_zygote(self) -> None:
-        """Starts another zygote if there was a good one and it has ended, so that it is there when it is needed."""
+        """Starts another zygote if one worked before and has ended, so that it is ready when a rank needs it."""
         if self._zygote is not None and self._zygote.has_died and self._zygotes < _MOST_ZYGOTES:
             self._zygotes += 1
             logger.warning("the process that forks ranks has ended; another one is started")
@@ -155,7 +158,7 @@ class StandbyAgent(LocalElasticAgent):
             self._start_zygote()
 
     def _living_zygote(self) -> list[subprocess.Popen[bytes]]:
-        """Its process, while it runs."""
+        """The zygote's process while it runs; else empty."""
         zygote = self._zygote
         return [zygote.process] if zygote is not None and zygote.process.poll() is None else []
 
@@ -163,7 +166,8 @@ class StandbyAgent(LocalElasticAgent):
         return RankHandler(self, *arguments, **named)
 
     def start_rank(self, words: Sequence[str], environment: dict[str, str], *output: IO[str] | None) -> Any:
-        """A process, or None when it is to be a fresh interpreter. Adds to ``environment``."""
+        """Starts a rank: in a process that was kept, else as a fork of the zygote. Returns its process, or None when
+        torch must start a fresh interpreter. Adds this launcher's variables to ``environment``."""
         environment.update(self._variables())
         stdout, stderr = (None if file is None else file.fileno() for file in output)
         process = self._kept.pop(int(environment["LOCAL_RANK"]), None)
@@ -182,11 +186,12 @@ class StandbyAgent(LocalElasticAgent):
             return None
 
     def _variables(self) -> dict[str, str]:
-        """Of the environment of ranks, beside torch's."""
+        """Environment variables that ranks get in addition to torch's."""
         return {LAUNCHER_VARIABLE: self._links.address, STARTS_VARIABLE: str(self._start_number)}
 
     def _fork(self, request: Mapping[str, Any], fds: Sequence[int]) -> None:
-        """Forks a process that is no rank. When that fails its descriptors are closed, which the requester notices."""
+        """Forks a process that is not a rank. If forking fails, its descriptors are closed, which tells the
+        requester."""
         if self._zygote is not None:
             with suppress(CannotFork):
                 self._zygote.start_function(request, fds)
@@ -213,11 +218,12 @@ class StandbyAgent(LocalElasticAgent):
     # -- ranks that go on in their process ----------------------------------------------------------------------------
 
     def _link_of(self, process: Any) -> RankLink | None:
-        """Of a rank that can be told to leave."""
+        """The link to a rank that can be told to leave; None when it has ended or has none."""
         return self._links.link_of(process.pid) if process.poll() is None else None
 
     def _tell_to_leave(self) -> None:
-        """Tells ranks that can go on to leave. For torch they have ended, so that it does not end them."""
+        """Tells the ranks whose process can go on to leave the attempt. Torch sees them as ended, so it does not kill
+        them."""
         self._links.serve()
         for local_rank, handler in self._handlers().items():
             link = self._link_of(handler.proc)
@@ -235,8 +241,11 @@ class StandbyAgent(LocalElasticAgent):
         self._links.forget(process.pid)
 
     def _exit_codes(self) -> dict[int, int | None]:
-        """Of each local rank, None while it runs. A rank that did not leave its attempt, or that ended instead, has not
-        failed: its place is given to a new process."""
+        """Exit code by local rank, None while it runs.
+
+        A rank that was told to leave, and ended instead or exceeded its deadline, does not count as failed: a new
+        process replaces it.
+        """
         self._links.serve()
         codes: dict[int, int | None] = {}
         for local_rank, handler in self._handlers().items():
@@ -255,7 +264,7 @@ class StandbyAgent(LocalElasticAgent):
                 )
                 kill_group(handler.proc)
                 self._links.serve()
-                began = link.deadline is None  # at the last moment: the others may have met it
+                began = link.deadline is None  # began at the last moment: other ranks may have connected to it
                 self._links.forget(handler.proc.pid)
                 if began:
                     codes[local_rank] = handler.proc.poll()
@@ -279,14 +288,15 @@ class StandbyAgent(LocalElasticAgent):
         return _CAUSE_S if self._options.one_host else _CAUSE_ELSEWHERE_S
 
     def _lost_peers(self) -> dict[int, tuple[float, str]]:
-        """Local ranks that have lost a peer and wait for what follows: when they said so, and their errors."""
+        """Local ranks that report a lost peer and wait: rank -> (monotonic seconds of the report, error text)."""
         said = {rank: self._links.lost_peer(handler.proc.pid) for rank, handler in self._handlers().items()}
         return {rank: one for rank, one in said.items() if one is not None}
 
-    # -- how their end is seen ----------------------------------------------------------------------------------------
+    # -- how the end of ranks is seen ---------------------------------------------------------------------------------
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Blocks until a rank has ended, or until it is time to look whether hosts want to join."""
+        """Looks at the ranks once. Blocks: until a rank ends, a message comes, or :meth:`_longest_wait_s` has
+        passed."""
         codes = self._exit_codes()
         if list(codes.values()).count(None) == self._running:
             self._replace_zygote()
@@ -323,14 +333,14 @@ class StandbyAgent(LocalElasticAgent):
         return result
 
     def _other_fds(self) -> list[int]:
-        """That end the wait, too, when they are readable."""
+        """More file descriptors that end the wait when they become readable; for subclasses."""
         return []
 
     def _longest_wait_s(self) -> float:
         return min(_QUIET_S if self._options.one_host else self._interval_s, self._seconds_to_deadline())
 
     def _running_ranks(self) -> dict[int, Any]:
-        """Processes by global rank."""
+        """Running processes by global rank."""
         workers = self._worker_group.workers
         return {
             workers[local_rank].global_rank: handler.proc
@@ -339,7 +349,7 @@ class StandbyAgent(LocalElasticAgent):
         }
 
     def _note_preempted(self) -> None:
-        """The machine is to go, or somebody wants it: no restart here."""
+        """No restart on this host once a rank was preempted: the machine goes away, or somebody else wants it."""
         if any(handler.proc.poll() == PREEMPTED for handler in self._handlers().values()):
             self.preempted = True
             self._remaining_restarts = 0
@@ -353,9 +363,13 @@ class StandbyAgent(LocalElasticAgent):
             context._running_local_ranks.discard(local_rank)
 
     def _let_peers_fall(self, codes: Mapping[int, int | None]) -> dict[int, int | None]:
-        """Exit codes when the peers of a rank that failed have ended too, as they do when they miss it, or a little
-        later. Torch sends SIGTERM next. Lightning answers that with a collective operation, and one that comes just as
-        a rank falls makes the rank wait in it until it is killed, for 30 s."""
+        """Waits for the peers of a failed rank to end, and returns the exit codes by local rank then. Blocks: up to a
+        second.
+
+        Peers end by themselves when they miss the failed rank, or a little later. Torch sends SIGTERM next, and
+        Lightning answers that with a collective operation: if it starts just as a peer ends, the rank waits in it until
+        it is killed, 30 s later.
+        """
         self._wait_for_falls()
         return {
             local_rank: handler.proc.poll() if codes[local_rank] is None else codes[local_rank]
@@ -363,7 +377,7 @@ class StandbyAgent(LocalElasticAgent):
         }
 
     def _wait_for_falls(self) -> None:
-        """Blocks: until all ranks that were not told to leave have ended, up to a second."""
+        """Blocks until all ranks that were not told to leave have ended, at most a second."""
         deadline = time.monotonic() + _FALL_S
         while time.monotonic() < deadline:
             running = [handler.proc for handler in self._handlers().values() if handler.proc.poll() is None]
@@ -374,8 +388,11 @@ class StandbyAgent(LocalElasticAgent):
 
     @contextmanager
     def _as_seen(self, codes: Mapping[int, int | None]) -> Iterator[None]:
-        """Torch looks once more. A rank that has ended in between would be a failure to it, where it may have been
-        about to leave its attempt; and torch would end the others at once, before they are told to stay."""
+        """Hides from torch, which looks once more, the ranks that have ended since ``codes`` was read.
+
+        Torch would count such a rank as failed although it may have been about to leave its attempt, and would end the
+        others at once, before they are told to go on in their process.
+        """
         handlers = [handler for local_rank, handler in self._handlers().items() if codes[local_rank] is None]
         seen = [(handler, StillRunning(handler.proc)) for handler in handlers if not isinstance(handler.proc, Kept)]
         for handler, running in seen:
@@ -430,10 +447,10 @@ class StandbyAgent(LocalElasticAgent):
         logger.error("%s", text)
 
     def _restarts_left(self) -> int | None:
-        """None: somebody else decides what follows."""
+        """How many restarts are left; None in a subclass where somebody else decides."""
         return self._remaining_restarts
 
-    # -- how they are started again -----------------------------------------------------------------------------------
+    # -- how ranks are started again ----------------------------------------------------------------------------------
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         self._tell_to_leave()
@@ -446,7 +463,7 @@ class StandbyAgent(LocalElasticAgent):
         delay_s = delay_before_restart(self._lengths_s, quick_s=self._options.crash_loop_s)
         if delay_s:
             logger.warning("attempts fail as soon as they begin; the next one waits for %.0f s", delay_s)
-            threading.Event().wait(delay_s)  # a signal ends it with torch's exception
+            threading.Event().wait(delay_s)  # a signal interrupts the wait by raising torch's exception
         self._initialize_workers(worker_group)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -454,21 +471,21 @@ class StandbyAgent(LocalElasticAgent):
         if not self._options.one_host or worker_group.store is None or not shares:
             super()._rendezvous(worker_group)
             return
-        # The same host and ranks, and a store of their own.
+        # The hosts and ranks stay the same; only the store is new.
         worker_group.master_port = self._stores.make().port
 
     def _shutdown(self, *arguments: Any, **named: Any) -> None:
         if not self._restarts:
             self._links.say_no_restart()
             for local_rank, process in self._kept.items():
-                self._handlers()[local_rank].proc = process  # to be ended as the others
+                self._handlers()[local_rank].proc = process  # so that torch ends it like the others
             self._kept.clear()
         super()._shutdown(*arguments, **named)
         self._note_preempted()
         reap_others()
 
     def close(self) -> None:
-        """Ends the zygote. Idempotent."""
+        """Closes the links and the launcher's log, and ends the zygote. Idempotent."""
         self._links.close()
         self._log.emit(EventKind.LAUNCHER_ENDED)
         self._log.close()
@@ -478,7 +495,8 @@ class StandbyAgent(LocalElasticAgent):
 
 
 def reason_of(error_file: Mapping[str, Any]) -> str:
-    """The exception, where the script is decorated with torch's ``record``; else nothing."""
+    """First line of the exception in a torch error file, cut to a limit; "" when the script does not use torch's
+    ``record``."""
     said = error_file.get("message", "")
     text = str(said.get("message", "") if isinstance(said, dict) else said)
     first = "" if text == "<NONE>" else text.strip().partition("\n")[0]
@@ -486,7 +504,7 @@ def reason_of(error_file: Mapping[str, Any]) -> str:
 
 
 def _last_lines(path: str, count: int = 20) -> list[str]:
-    """The end of a log, if there is one."""
+    """The last lines of a log; empty when there is no log or it cannot be read."""
     if not path:
         return []
     try:

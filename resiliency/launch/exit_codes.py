@@ -1,9 +1,9 @@
-"""Exit codes of ranks that a launcher reads."""
+"""Exit codes by which ranks tell the launcher why they ended."""
 
 from __future__ import annotations
 
 __all__ = ["PREEMPTED"]
 
-#: The rank was told to go, has done what it could to save, and is to be started again where there is room:
-#: ``EX_TEMPFAIL``. It differs from 143, with which a process ends that SIGTERM has killed or that has only tidied up.
+#: The rank was told to go, has saved what it could, and is to be restarted where there is room. The value is
+#: ``EX_TEMPFAIL``; it differs from 143, the code of a process that SIGTERM has killed or that only cleaned up.
 PREEMPTED = 75

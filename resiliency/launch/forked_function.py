@@ -1,4 +1,4 @@
-"""A function in a process that is forked, not started, where ``resiliency run`` keeps one that has its imports."""
+"""Runs a function in a new process that ``resiliency run`` forks from one with the imports already done."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ __all__ = ["call_in_fork", "run_function"]
 def call_in_fork(
     function: str, arguments: Sequence[str], *, words: Sequence[str], path: Sequence[str], output: int, extra: int
 ) -> bool:
-    """Asks the launcher to call ``function([*arguments, str(extra)])`` in a new process, as an interpreter that this
-    process starts in a session of its own would. False where there is no launcher. Blocks: no.
+    """Asks the launcher to call ``function([*arguments, str(extra)])`` in a new process with its own session, as if
+    this process had started an interpreter for it. Returns False where there is no launcher. Blocks: no.
 
-    The process is no child of this one, and outlives it and the launcher. When it could not be forked, nobody has
-    ``extra`` open any more.
+    The new process is not a child of this one, and outlives both it and the launcher. If the fork fails, every copy of
+    ``extra`` but the caller's is closed, which a reader at its other end notices.
 
     Args:
         function: "module:function".
-        words: command line that ``ps`` shows.
+        words: command line that ``ps`` shows for the process.
         path: ``sys.path`` of the process.
-        output: file descriptor of its standard output and error.
-        extra: a file descriptor that it gets, under another number.
+        output: file descriptor for its standard output and error.
+        extra: a file descriptor to hand over; the process gets it under another number, as its last argument.
     """
     address = all_variables().get(LAUNCHER_VARIABLE, "")
     if not address:
@@ -59,7 +59,7 @@ def call_in_fork(
 
 
 def run_function(request: dict[str, Any], fds: Sequence[int]) -> NoReturn:
-    """The other end, in a fork. Ends the process. See :func:`call_in_fork`."""
+    """Runs the function in the forked process, and ends the process. See :func:`call_in_fork`."""
     output, extra = fds
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -68,7 +68,7 @@ def run_function(request: dict[str, Any], fds: Sequence[int]) -> NoReturn:
     os.close(nothing)
     os.close(output)
     replace_variables(request["environment"])
-    with suppress(FileNotFoundError):  # a folder that is gone is no reason to have no process
+    with suppress(FileNotFoundError):  # a deleted folder must not prevent the process
         os.chdir(request["cwd"])
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_DFL)
@@ -83,9 +83,9 @@ def run_function(request: dict[str, Any], fds: Sequence[int]) -> NoReturn:
             code = int(getattr(importlib.import_module(module), name)([*request["arguments"], str(extra)]))
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
-    except BaseException:  # Boundary: as the interpreter shows it.
+    except BaseException:  # Boundary: printed as the interpreter prints it.
         traceback.print_exc()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # the interpreter would take apart all that was imported before the fork, for half a second
+    os._exit(code)  # skips the interpreter's teardown, which takes half a second for all that was imported

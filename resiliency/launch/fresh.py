@@ -1,4 +1,4 @@
-"""Makes a forked process what a newly started interpreter is, and runs a script in it."""
+"""Makes a forked process look like a newly started interpreter, and runs a script in it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = ["ScriptCommand", "become_fresh", "parse_command", "run_script", "seed
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptCommand:
-    """``python [-u] [-m] target arguments``.
+    """A command line of the form ``python [-u] [-m] target arguments``.
 
     Attributes:
         target: path of a script, or name of a module.
-        is_module: it is a module.
-        arguments: of the script.
+        is_module: ``target`` is a module.
+        arguments: the script's own arguments.
     """
 
     target: str
@@ -47,7 +47,7 @@ class ScriptCommand:
 
 
 def parse_command(words: Sequence[str]) -> ScriptCommand | str:
-    """What a command line of this interpreter runs, or why a fork cannot run it."""
+    """The script or module that a command line runs; or, as text, why a forked process cannot run it."""
     program, *rest = words
     if os.path.realpath(program) != os.path.realpath(sys.executable):
         return f"{program} is not this interpreter"
@@ -71,14 +71,15 @@ def become_fresh(
     ignored: Sequence[int] = (),
     blocked: Sequence[int] = (),
 ) -> None:
-    """Takes back what the process has from the one that forked it, as far as a script can see.
+    """Undoes what this process inherited by the fork, as far as a script can see it.
 
-    Thread: the only one. It does not touch file descriptors. What stays: modules that are imported already, and the
-    warnings filters that they set.
+    Thread: the only one. File descriptors stay as they are. What else stays: imported modules, and the warnings filters
+        that they set.
 
     Args:
-        ignored: signals that the launcher ignores, which a program that it starts would inherit; others are as usual.
-        blocked: likewise, the signal mask.
+        ignored: signals that the launcher ignores, which a program that it starts would inherit; all others get the
+            interpreter's usual handling.
+        blocked: signals that the launcher blocks, inherited in the same way.
     """
     replace_variables(environment)
     os.chdir(cwd)
@@ -104,8 +105,8 @@ def become_fresh(
 
 
 def seed_anew() -> None:
-    """Seeds from the system's source, as Python, numpy and torch begin in every interpreter."""
-    random.seed()  # a fork does it; a process that begins another attempt does not
+    """Seeds Python, numpy and torch from the system's random source, as in a new interpreter."""
+    random.seed()  # Python does this at a fork, but not when a process begins another attempt
     numpy_random, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
     if numpy_random is not None:
         numpy_random.seed()
@@ -114,19 +115,19 @@ def seed_anew() -> None:
 
 
 def run_script(command: ScriptCommand) -> None:
-    """Runs it as the interpreter does, in ``__main__``. An exception is shown as of a script: without frames of ours.
+    """Runs the script in ``__main__``, as the interpreter does. Tracebacks are shown without frames of this library.
 
-    An exception ends the process, with status 1.
+    An exception of the script ends the process with status 1.
 
     Raises:
-        SystemExit, KeyboardInterrupt: of the script.
+        SystemExit, KeyboardInterrupt: raised by the script.
     """
     try:
         if command.is_module:
-            run: Any = runpy.__dict__["_run_module_as_main"]  # what ``python -m`` calls
+            run: Any = runpy.__dict__["_run_module_as_main"]  # the function behind ``python -m``
             run(command.target, alter_argv=True)
             return
-        path = os.path.join(os.getcwd(), command.target)  # not normalised, as the interpreter does it
+        path = os.path.join(os.getcwd(), command.target)  # not normalised, because the interpreter does not either
         main = sys.modules["__main__"]
         main.__file__ = path
         main.__dict__["__cached__"] = None
@@ -138,7 +139,7 @@ def run_script(command: ScriptCommand) -> None:
         raise
     except BaseException as error:
         _hide_frames_above(error, _without_ours(error.__traceback__))
-        if isinstance(error, KeyboardInterrupt):  # ends the process by its signal
+        if isinstance(error, KeyboardInterrupt):  # the interpreter ends the process by SIGINT
             raise
         _end_as_failed(error)
 
@@ -150,11 +151,12 @@ def _without_ours(trace: types.TracebackType | None) -> types.TracebackType | No
 
 
 def _end_as_failed(error: BaseException) -> NoReturn:
-    """Does what the interpreter does at its end, but for taking apart what was imported before the fork: that copies
-    all of it, for a quarter of a second, and the next attempt waits for it."""
+    """Prints the error and does what the interpreter does at its end, except for tearing down what was imported before
+    the fork: that would copy all of it, for a quarter of a second, while the next attempt waits.
+    """
     try:
         sys.excepthook(type(error), error, error.__traceback__)
-    except BaseException as failure:  # Boundary: of a hook; the interpreter goes on to its end, too.
+    except BaseException as failure:  # Boundary: a failing hook; the interpreter goes on to its end, too.
         sys.stderr.write("Error in sys.excepthook:\n")
         if failure.__context__ is error:
             failure.__context__ = None
@@ -163,7 +165,7 @@ def _end_as_failed(error: BaseException) -> NoReturn:
         traceback.print_exception(type(error), error, _without_ours(error.__traceback__))
     try:
         threading._shutdown()  # type: ignore[attr-defined]
-    except BaseException:  # Boundary: a signal.
+    except BaseException:  # Boundary: a signal during the shutdown.
         traceback.print_exc()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -174,7 +176,7 @@ def _end_as_failed(error: BaseException) -> NoReturn:
 
 
 def _hide_frames_above(error: BaseException, trace: types.TracebackType | None) -> None:
-    """What prints the error when it ends the process, the script's own hook too, is given this traceback."""
+    """Makes ``sys.excepthook``, also one that the script has set, print the error with this traceback."""
     hook = getattr(sys, "excepthook", sys.__excepthook__)
 
     def print_error(kind: type[BaseException], value: BaseException, found: types.TracebackType | None) -> None:

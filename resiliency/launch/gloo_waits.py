@@ -1,17 +1,18 @@
-"""Ends waits of gloo that nothing else ends.
+"""Ends waits in gloo that nothing else would end, when a rank leaves an attempt.
 
-A buffer of gloo's is told that its connection has ended where it waits to be sent or received. Not told is one whose
-bytes could not all be written, because the peer had died a moment before or did not read (``Pair::write`` takes a
-reset for a full pipe, and ``Pair::sendAsyncMode`` leaves the buffer in ``tx_``), and one that was received in part, as
-the peer died in the middle of its message (``Pair::prepareRead`` has moved it to ``rx_``): ``Pair::signalException``
-looks at neither. Nor is one told that receives from any rank. The thread that waits for it is left until the timeout of
-its group, which is half an hour, and with it the rank.
+When a connection ends, gloo tells the buffers that wait to be sent or received. Three kinds of buffer are not told,
+because ``Pair::signalException`` looks at neither ``tx_`` nor ``rx_``: one whose bytes could not all be written,
+because the peer had died a moment before or did not read (``Pair::write`` takes a reset for a full pipe, and
+``Pair::sendAsyncMode`` leaves the buffer in ``tx_``); one that was received in part when the peer died in the middle of
+its message (``Pair::prepareRead`` has moved it to ``rx_``); and one that receives from any rank. The thread that waits
+for such a buffer, and with it the rank, is stuck until its group's timeout of half an hour.
 
-Gloo tells a buffer by ``UnboundBuffer::signalException``, and so it is told here: the operation raises. (It must not go
-on, as after ``UnboundBuffer::abortWaitSend``: gloo's collective operations do not ask whether a wait was aborted, and
-return what they have. A thread that nobody interrupts, as one that saves, would take that for the result.) The buffer
-is found by where its thread waits: on a member of it, by what the kernel says of the thread's system call, above a
-pointer to the table of its class.
+Gloo ends a buffer's wait with ``UnboundBuffer::signalException``, and so does this file: the operation raises.
+(``UnboundBuffer::abortWaitSend`` would let it go on: gloo's collective operations do not check whether a wait was
+aborted, and return what they have. A thread that is not interrupted, such as one that saves, would take that for the
+result.) The buffer is found through the waiting thread: the kernel shows the argument of the thread's system call,
+which points to a member of the buffer, and the buffer begins, a little below, with a pointer to its class's virtual
+function table.
 """
 
 from __future__ import annotations
@@ -32,29 +33,30 @@ logger = logging.getLogger(__name__)
 
 _CLASS = "N4gloo9transport3tcp13UnboundBuffer"
 _TABLE, _SIGNAL = f"_ZTV{_CLASS}E", f"_Z{_CLASS}15signalExceptionENSt15__exception_ptr13exception_ptrE"
-#: Of a table of virtual functions: an object points behind its first two words.
+#: Bytes at the start of a virtual function table; an object points behind these first two words.
 _HEAD = 2 * struct.calcsize("P")
 _POINTER = struct.Struct("P")
-#: Bytes of a buffer up to the end of what is waited on in it. Less than its size, so nothing behind it is taken for it.
+#: Bytes from the start of a buffer to the end of the member that is waited on. Less than the buffer's size, so that
+#: memory behind it is not taken for it.
 _REACH = 192
-#: Of ``std::runtime_error``: a table and a pointer to the text.
+#: Bytes of a ``std::runtime_error``: a table pointer and a text pointer.
 _ERROR_SIZE = 2 * struct.calcsize("P")
 _TEXT = b"[gloo] the connection to a peer has ended"
 
 
 @dataclass(frozen=True)
 class _Gloo:
-    #: What the first word of a buffer is.
+    #: The first word of every buffer: the address of its class's virtual function table.
     table: int
     signal: Callable[[ctypes.c_void_p, Any], Any]
-    #: Makes what ``std::make_exception_ptr`` does, in a word of memory, and lets go of it.
+    #: Constructor and destructor of the one-word exception pointer, as ``std::make_exception_ptr`` uses them.
     hold: Callable[[Any, ctypes.c_void_p], Any]
     drop: Callable[[Any], Any]
     allocate: Callable[[int], int]
     begin: Callable[[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p], Any]
     construct: Callable[[ctypes.c_void_p, bytes], Any]
     error: tuple[int, int]
-    """Addresses of what describes the error and of its destructor."""
+    """Addresses of the error's type description and of its destructor."""
 
     def end(self, buffer: int) -> None:
         error = ctypes.c_void_p(self.allocate(_ERROR_SIZE))
@@ -62,26 +64,27 @@ class _Gloo:
         self.construct(error, _TEXT)
         held = ctypes.c_void_p()
         self.hold(ctypes.byref(held), error)
-        # Passed by its address, as it has a destructor, which is the caller's to call.
+        # Passed by address, because its type has a destructor, which the caller calls.
         self.signal(ctypes.c_void_p(buffer), ctypes.byref(held))
         self.drop(ctypes.byref(held))
 
 
 class GlooWaits:
-    """Those of this process, while it leaves one attempt. Thread: one at a time."""
+    """The gloo waits of this process while it leaves one attempt. Thread: one at a time."""
 
     def __init__(self) -> None:
         self._gloo = _loaded()
         self._seen: set[tuple[int, int]] = set()
 
     def end(self, *, closed: bool) -> int:
-        """Ends those that were there at the call before, too, with an error.
+        """Ends, with an error, each wait that was also there at the previous call.
 
         Args:
-            closed: all connections of gloo are, so nobody ends the wait meanwhile.
+            closed: all gloo connections of this process are closed, so that nothing else can end a wait meanwhile;
+                False: nothing is ended, and the next call counts as the first.
 
         Returns:
-            How many.
+            The number of waits ended.
         """
         if self._gloo is None or not closed:
             self._seen = set()
@@ -96,7 +99,7 @@ class GlooWaits:
 
 
 def _loaded() -> _Gloo | None:
-    """The gloo of the torch that is imported; None: there is none, or another one."""
+    """The functions of the imported torch's gloo; None: torch is not imported, or its gloo differs."""
     torch: Any = sys.modules.get("torch")
     name = os.path.join(os.path.dirname(getattr(torch, "__file__", None) or ""), "lib", "libtorch_cpu.so")
     address, word = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)
@@ -126,8 +129,8 @@ def _address(library: ctypes.CDLL, symbol: str) -> int:
 
 
 def _buffers(table: int) -> Iterator[tuple[int, int]]:
-    """Threads that wait on something in a buffer, and its address."""
-    with suppress(OSError), open("/proc/self/mem", "rb", buffering=0) as memory:  # not of a process that hides it
+    """Yields (thread id, buffer address) for each thread that waits inside a gloo buffer."""
+    with suppress(OSError), open("/proc/self/mem", "rb", buffering=0) as memory:  # a process can hide its memory
         for task in os.listdir("/proc/self/task"):
             address = _waits_on(task)
             for at in range(address, max(address - _REACH, 0), -_POINTER.size):
@@ -137,7 +140,8 @@ def _buffers(table: int) -> Iterator[tuple[int, int]]:
 
 
 def _waits_on(task: str) -> int:
-    """The word in which the first argument of a thread's system call points; 0: it runs, has ended, or is not shown."""
+    """The aligned address that the first argument of a thread's system call points to; 0: the thread runs, has ended,
+    or is hidden."""
     with suppress(OSError, ValueError, IndexError), open(f"/proc/self/task/{task}/syscall") as file:
         argument = int(file.read().split()[1], 16)
         return argument - argument % _POINTER.size
@@ -145,7 +149,7 @@ def _waits_on(task: str) -> int:
 
 
 def _word(memory: int, address: int) -> int | None:
-    """None: nothing is there, as the argument was no address."""
+    """The word at an address; None when nothing is mapped there, because the argument was not an address."""
     with suppress(OSError, OverflowError, struct.error):
         return int(_POINTER.unpack(os.pread(memory, _POINTER.size, address))[0])
     return None

@@ -1,4 +1,4 @@
-"""Looks at the heartbeats of ranks, and ends those that hang; see :mod:`resiliency.launch.hangs` for which."""
+"""Kills ranks whose heartbeats show that they hang; :mod:`resiliency.launch.hangs` decides which."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ __all__ = ["HangWatch"]
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that must lie between two looks that find the same.
+#: Least seconds between the first look that finds a rank hung and the one that confirms it.
 _BETWEEN_S = 1.0
 
 
 class HangWatch:
-    """Thread: one.
+    """Checks the ranks of this host for hangs. Thread: one.
 
     Args:
         links: to the ranks.
-        floor_s: see :func:`~resiliency.launch.hangs.threshold`; 0: nothing is watched.
-        report: takes the rank that is about to be killed, and for how many seconds it was quiet.
+        floor_s: least seconds without progress, see :func:`~resiliency.launch.hangs.threshold`; 0: nothing is watched.
+        report: called before a rank is killed, with its number and the seconds it was quiet.
     """
 
     def __init__(self, links: RankLinks, *, floor_s: float, report: Callable[[int, float], None]) -> None:
         self._links = links
         self._floor_s = floor_s
         self._report = report
-        #: When the ranks that hung at the last look were found first, and which they were.
+        #: (monotonic seconds when these ranks were first found hung, their numbers).
         self._suspects: tuple[float, set[int]] = 0.0, set()
         self._sights = RankSights(links)
 
     def look(self, processes: Mapping[int, Any]) -> None:
-        """Kills ranks that hang, after the stacks of all were written. Blocks: for that, a second.
+        """Kills hung ranks, after all ranks have written their stacks. Blocks: a second while ranks hang, else no.
 
         Args:
-            processes: of this host that run, by rank.
+            processes: running processes of this host, by global rank.
         """
         if not self._floor_s:
             return
         now = time.monotonic()
         seen, pids = self._sights.look(processes)
         found = hung(seen, floor_s=self._floor_s)
-        # Twice in a row: when this process, and perhaps the whole host, did not run for a time, no rank has beaten.
+        # Found twice in a row: after a pause of this process, and perhaps of the whole host, all ranks look quiet once.
         when, before = self._suspects
         self._suspects = (when if before and set(found) == before else now), set(found)
         if not found or set(found) != before or now - when < _BETWEEN_S:

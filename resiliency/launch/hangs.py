@@ -1,4 +1,4 @@
-"""Which ranks hang, by what is read from outside. Pure."""
+"""Decides from heartbeats which ranks hang. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from resiliency.launch.heartbeat import Page
 
 __all__ = ["Seen", "hang_text", "hung", "threshold"]
 
-#: A rank is quiet when it takes this many times as long as it has ever taken.
+#: A rank counts as quiet when its current step takes this many times its longest one so far.
 _FACTOR = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """A rank at one look.
+    """What one look found of a rank.
 
     Attributes:
-        page: what it has written; None: it has never beaten.
+        page: its heartbeat page; None: it has not beaten yet.
         quiet_s: seconds since its last beat.
-        stopped_s: seconds for which it was seen stopped by a signal; 0: it is not.
-        saved: the newest step that it knows to be committed; -1: none.
-        own_s, own_steps: seconds of its own work since its attempt began, and in how many steps; 0 steps: it does not
-            measure it.
+        stopped_s: seconds for which it was seen stopped by a signal; 0: it is not stopped.
+        saved: the newest optimizer step that it knows to be committed; -1: none.
+        own_s, own_steps: seconds of its own work since its attempt began, and the number of steps they cover; 0 steps:
+            it does not measure its work.
     """
 
     page: Page | None
@@ -38,8 +38,8 @@ class Seen:
         return self.page.beats if self.page is not None else 0
 
     def hangs(self, *, floor_s: float) -> bool:
-        """It makes no progress, whether it holds up others or waits for them. A rank that was stopped by a signal hangs
-        at any place, also one that has not beaten yet."""
+        """True when the rank makes no progress, whether it holds up others or waits for them. A rank stopped by a
+        signal hangs in any phase, even before its first beat."""
         if self.stopped_s > floor_s:
             return True
         page = self.page
@@ -52,10 +52,11 @@ def threshold(page: Page, *, floor_s: float) -> float:
 
 
 def hung(ranks: Mapping[int, Seen], *, floor_s: float) -> list[int]:
-    """The ranks that are to be ended: those that are quiet for too long and hold up the others.
+    """The ranks to kill, sorted: those that have been quiet too long and hold up the others; empty when none hangs.
 
-    When one rank hangs, the others wait for it in a collective operation and are quiet as well. The one that hangs is
-    stopped, or has made fewer beats than the others, or, where all have made as many, has made the last one first.
+    When one rank hangs, the others wait for it in a collective operation and are quiet as well. The hung one is stopped
+    by a signal, or has made fewer beats than the others; where all made equally many, it is the one whose last beat is
+    oldest.
     """
     quiet = {rank: seen for rank, seen in ranks.items() if seen.hangs(floor_s=floor_s)}
     if not quiet:
@@ -71,7 +72,7 @@ def hung(ranks: Mapping[int, Seen], *, floor_s: float) -> list[int]:
 
 
 def hang_text(rank: int, pid: int, seen: Seen, ranks: Mapping[int, Seen]) -> str:
-    """What is said of it."""
+    """The log message for a hung rank."""
     others = [other.beats for number, other in ranks.items() if number != rank]
     compared = f"; the other ranks of this host are at {min(others)} to {max(others)}" if others else ""
     if others and min(others) == max(others) == seen.beats and not seen.stopped_s:

@@ -1,8 +1,9 @@
-"""This process's heartbeat: what it says of its progress, on pages that others read at any time.
+"""The heartbeat of this process: its progress, on memory pages that other processes read at any time.
 
-``resiliency run`` gets a page of each of its ranks; without it, or beside it, a page is a file in a folder
-(``RESILIENCY_HEARTBEAT_DIR``, see :mod:`resiliency.launch.heartbeat_files`). A beat is a few stores into mapped memory:
-about a microsecond, no system call, no lock. A process that holds the GIL, or that is stopped, is seen to make none.
+``resiliency run`` shares a page with each of its ranks. In addition, or without a launcher, the page can be a file in a
+folder (``RESILIENCY_HEARTBEAT_DIR``, see :mod:`resiliency.launch.heartbeat_files`). A beat is a few stores into mapped
+memory: about a microsecond, no system call, no lock. While a process holds the GIL in native code, or is stopped,
+readers see no beats.
 """
 
 from __future__ import annotations
@@ -40,14 +41,15 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: The first times between beats, in which caches are filled and kernels are chosen, tell nothing of those after them.
+#: The first intervals between beats include filling caches and choosing kernels, and do not predict later ones.
 _WARM_UP = 3
-#: Makes a rank write the stacks of all its threads to its standard error, also while native code holds the GIL.
+#: On this signal a rank writes the stacks of all its threads to its standard error, even while native code holds the
+#: GIL.
 STACKS_SIGNAL = signal.SIGRTMIN + 11
 
 
 class Heartbeat:
-    """The pages of this process. Thread: the training thread.
+    """Writes the heartbeat pages of this process. Thread: the training thread.
 
     Args:
         launcher: address of ``resiliency run``; "": there is none.
@@ -59,8 +61,8 @@ class Heartbeat:
     def __init__(self, launcher: str) -> None:
         self._pages: list[PageWriter] = []
         self._file: HeartbeatFile | None = None
-        self._saves: SaveWords | None = None  # with a launcher
-        self._work: WorkWords | None = None  # with a launcher
+        self._saves: SaveWords | None = None  # None without a launcher
+        self._work: WorkWords | None = None  # None without a launcher
         if launcher:
             self._connect(launcher)
         self.start_anew()
@@ -69,7 +71,7 @@ class Heartbeat:
         fd = os.memfd_create("resiliency-heartbeat", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, PAGE_BYTES)
-            # Not the file that a folder has: whoever may write there could cut it, and end the launcher.
+            # Not the folder's file: whoever may write to the folder could truncate it, which would kill the launcher.
             page = mmap.mmap(fd, PAGE_BYTES)
             self._pages.append(PageWriter(page))
             self._saves, self._work = SaveWords(page), WorkWords(page)
@@ -81,11 +83,11 @@ class Heartbeat:
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
 
     def publish(self, folder: str) -> None:
-        """Writes to a file in a folder, too, from now on; instead of one in another folder.
+        """From now on also writes to a file in this folder, instead of one in a previous folder.
 
         Raises:
-            ConfigError: the folder is not in memory.
-            OSError: it cannot be used.
+            ConfigError: the folder is not on a file system in memory.
+            OSError: the folder or its file cannot be made.
         """
         if self._file is not None and self._file.folder == folder:
             return
@@ -104,7 +106,7 @@ class Heartbeat:
         return bool(self._pages)
 
     def start_anew(self) -> None:
-        """What was observed in an attempt before means nothing."""
+        """Resets everything observed, for a new attempt: the previous attempt's values do not apply to it."""
         self._beats = self._last = self._longest = self._longest_first = self._shown = 0
         self._step, self._phase, self._attempt = -1, Phase.STARTING, environment().restart
         self._taken = -1
@@ -120,7 +122,7 @@ class Heartbeat:
         self._write(watched=False)
 
     def beat(self, step: int | None) -> None:
-        """The rank has made progress, and will again."""
+        """Records progress; from now on the rank is watched, and more beats are expected."""
         now = time.monotonic_ns()
         if self._last:
             if self._beats > _WARM_UP:
@@ -135,13 +137,14 @@ class Heartbeat:
         self._write(watched=True)
 
     def pause(self) -> None:
-        """Nothing is expected of the rank until it beats again."""
+        """Ends watching: no beat is expected until the next :meth:`beat`."""
         self._last = 0
         self._shown = time.monotonic_ns()
         self._write(watched=False)
 
     def enter(self, phase: Phase, step: int | None) -> None:
-        """The rank does something else now. While it trains and saves it is watched as before."""
+        """Records the phase that begins. A rank that was watched stays watched while it trains or saves, in no other
+        phase."""
         if step is not None:
             self._step = step
         self._phase = phase
@@ -152,26 +155,26 @@ class Heartbeat:
         self._write(watched=stays)
 
     def show(self) -> None:
-        """A sign of life where none is expected, as of a batch of a validation."""
+        """Records a sign of life without starting the watch, as for a validation batch."""
         self._beats += 1
         self._last = 0
         self._shown = time.monotonic_ns()
         self._write(watched=False)
 
     def take_wanted_save(self, step: int) -> bool:
-        """True once for a step after which the launcher wants a save."""
+        """True once for each step after which the launcher wants a save."""
         if self._saves is None or step == self._taken or self._saves.wanted() != step:
             return False
         self._taken = step
         return True
 
     def committed(self, step: int) -> None:
-        """The newest step of which the save is committed; -1: none."""
+        """Records the newest optimizer step whose save is committed; -1: none."""
         if self._saves is not None:
             self._saves.committed(step)
 
     def worked(self, own_s: float, steps: int) -> None:
-        """Steps have ended that took this rank so many seconds of its own work."""
+        """Adds the seconds of own work that the last ``steps`` steps took this rank."""
         if self._work is not None:
             self._own_ns += int(own_s * 1e9)
             self._own_steps += steps
@@ -179,12 +182,12 @@ class Heartbeat:
 
     def _write(self, *, watched: bool) -> None:
         place = place_word(step=self._step, phase=self._phase, attempt=self._attempt, watched=watched)
-        longest = self._longest or self._longest_first  # the first ones, as long as nothing better is known
+        longest = self._longest or self._longest_first  # warm-up intervals, until there are better ones
         for page in self._pages:
             page.write(beats=self._beats, last_ns=self._shown, longest_ns=longest, place=place)
 
 
-#: Of this process, by its id; None where nobody watches.
+#: Process id -> heartbeat of that process; None where nobody watches. A fork finds its parent's entry here.
 _own: dict[int, Heartbeat | None] = {}
 
 
@@ -196,13 +199,13 @@ def _heartbeat() -> Heartbeat | None:
     _own.clear()
     _own[pid] = None
     if of_parent or _is_loader_worker():
-        return None  # its beats say nothing of the rank, and would be taken for the rank's
+        return None  # a child's beats would be taken for the rank's own
     launcher, folder = all_variables().get(LAUNCHER_VARIABLE, ""), environment().heartbeat_dir
     if launcher:
         try:
             _own[pid] = Heartbeat(launcher)
         except OSError:
-            _own[pid] = None  # no launcher any more
+            _own[pid] = None  # the launcher is gone
     if folder is not None:
         try:
             publish(folder)
@@ -212,17 +215,17 @@ def _heartbeat() -> Heartbeat | None:
 
 
 def _is_loader_worker() -> bool:
-    """This process loads data for a rank."""
+    """True when this process loads data for a rank."""
     worker = sys.modules.get("torch.utils.data._utils.worker")
     return getattr(worker, "_worker_info", None) is not None
 
 
 def publish(folder: str) -> None:
-    """Writes this process's heartbeat to a file in a folder, too. Thread: the training thread. Blocks: no.
+    """Also writes this process's heartbeat to a file in a folder. Thread: the training thread. Blocks: no.
 
     Raises:
         ConfigError: the folder is not on a file system in memory.
-        OSError: it cannot be made or written to.
+        OSError: the folder or its file cannot be made or written.
     """
     heartbeat = _heartbeat() or Heartbeat("")
     heartbeat.publish(os.path.abspath(folder))
@@ -236,15 +239,15 @@ def is_published() -> bool:
 
 
 def beat(step: int | None = None) -> None:
-    """Tells whoever watches that this rank makes progress: call it once a step in a loop of your own.
+    """Tells watchers that this rank makes progress: call it once a step in a training loop of your own.
 
-    With a callback of this library it is called after each batch. From then on a rank of ``resiliency run`` that does
-    not call it for long (``--hang-timeout``) is taken for hung. Where nobody watches it does nothing. Thread: the
-    training thread; in a worker process of a data loader, and in a fork of a process that beats, it does nothing.
-    Costs: about a microsecond; the first time, a connection to the launcher and a file.
+    Callbacks of this library call it after each batch. After the first call, a rank of ``resiliency run`` that makes no
+    further call for long (``--hang-timeout``) counts as hung. Where nobody watches, in a worker process of a data
+    loader, and in a fork of a process that beats, it does nothing. Thread: the training thread. Costs: about a
+    microsecond; the first call connects to the launcher and opens a file.
 
     Args:
-        step: optimizer steps done; None: as said before.
+        step: optimizer steps done; None: the number of the previous call.
     """
     heartbeat = _heartbeat()
     if heartbeat is not None:
@@ -252,40 +255,42 @@ def beat(step: int | None = None) -> None:
 
 
 def enter(phase: Phase, step: int | None = None) -> None:
-    """Says what this rank does from now on. Only a rank that trains or saves is watched. As cheap as a beat."""
+    """Sets the phase of this rank. Only a rank that trains or saves is watched. Costs as little as :func:`beat`."""
     heartbeat = _heartbeat()
     if heartbeat is not None:
         heartbeat.enter(phase, step)
 
 
 def show() -> None:
-    """A sign of life where none is expected. As cheap as a beat."""
+    """Gives a sign of life outside training, where no beats are expected. Costs as little as :func:`beat`."""
     heartbeat = _own.get(os.getpid())
     if heartbeat is not None:
         heartbeat.show()
 
 
 def save_is_wanted(step: int) -> bool:
-    """True once, when who started this rank wants a save after this many optimizer steps. All ranks are told the same
-    step, ahead of it, so that those who ask after each step save the same ones without talking. As cheap as a beat."""
+    """True once for each save that the launcher wants after this many optimizer steps. All ranks are told the same step
+    before they reach it, so ranks that ask after each step save the same one without communicating. Costs as little as
+    :func:`beat`.
+    """
     heartbeat = _own.get(os.getpid())
     return heartbeat is not None and heartbeat.take_wanted_save(step)
 
 
 def committed(step: int) -> None:
-    """Says that the save after this many optimizer steps is committed. As cheap as a beat."""
+    """Records that the save after this many optimizer steps is committed. Costs as little as :func:`beat`."""
     heartbeat = _own.get(os.getpid())
     if heartbeat is not None:
         heartbeat.committed(step)
 
 
 def worked(own_s: float, steps: int = 1) -> None:
-    """Says how long this rank's own work took in the steps that have just ended: what it did before it first waited
-    for others. Ranks that train together take equally long for a step, however unequal they are; this tells which of
-    them holds up the others. As cheap as a beat.
+    """Records how long this rank's own work took in the last steps: until it first waited for other ranks. In ranks
+    that train together every step takes equally long, however unequal their work; this number shows which of them holds
+    up the others. Costs as little as :func:`beat`.
 
     Args:
-        own_s: seconds, of all these steps.
+        own_s: seconds, summed over these steps.
     """
     heartbeat = _own.get(os.getpid())
     if heartbeat is not None:
@@ -293,14 +298,14 @@ def worked(own_s: float, steps: int = 1) -> None:
 
 
 def pause() -> None:
-    """Tells whoever watches to expect nothing of this rank until it calls :func:`beat` again."""
+    """Tells watchers to expect no beat of this rank until it calls :func:`beat` again."""
     heartbeat = _own.get(os.getpid())
     if heartbeat is not None:
         heartbeat.pause()
 
 
 def start_anew() -> None:
-    """Counts from zero again, in a process that begins another attempt."""
+    """Resets the heartbeat, in a process that begins another attempt."""
     heartbeat = _own.get(os.getpid())
     if heartbeat is not None:
         heartbeat.start_anew()

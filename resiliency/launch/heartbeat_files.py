@@ -1,10 +1,10 @@
-"""Heartbeats in a folder: one file a rank, the page that it writes, for whoever watches ranks on this host.
+"""Heartbeat files: in a folder, one file per rank with its heartbeat page, for watchers on the same host.
 
-The folder is on a file system in memory (``/dev/shm``, an ``emptyDir`` of medium ``Memory``): a store to a page of a
-disk may wait for the journal, and on a full disk some file systems answer it with SIGBUS. A file is whole before it has
-its name, and is never cut. It stays when its rank has ended, and says then what the rank did last.
+The folder must be on a file system in memory (``/dev/shm``, an ``emptyDir`` of medium ``Memory``): on a disk a store to
+the page may wait for the journal, and on a full disk some file systems answer it with SIGBUS. A file gets its name only
+when it is complete, and is never truncated. It stays after its rank has ended, and then shows what the rank did last.
 
-Reading needs no torch and nothing of the rank: not its GIL, and not that it runs.
+Reading needs neither torch nor the rank's cooperation: the rank may hold its GIL, or be stopped.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from resiliency.settings import environment
 __all__ = ["HeartbeatFile", "RankHeartbeat", "read_heartbeats"]
 
 _FILE = re.compile(r"rank-(\d+)\.heartbeat")
-#: ``f_type`` of tmpfs and ramfs in statfs(2). (What storage knows of file systems is in a room of the same line.)
+#: ``f_type`` of tmpfs and ramfs in statfs(2). Repeated here, because the packages launch and storage are in one layer
+#: and may not import each other.
 _IN_MEMORY = (0x01021994, 0x858458F6)
 _libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankHeartbeat:
-    """A rank, as its file shows it at one look.
+    """What one look found in a rank's heartbeat file.
 
     Attributes:
         rank: global rank.
-        pid: of its process, in the process's own container.
-        host: of the job, as :class:`~resiliency.settings.Environment` names it.
-        run: of the job.
-        began: seconds since the epoch, when the process began this attempt.
-        page: what it has written.
-        quiet_s: seconds since its last sign of life, since it began where it has given none.
-        state: "running"; "stopped" by a signal; "ended": there is no such process any more; "earlier attempt": it
-            ended, and another rank in the folder is of a later attempt; "unknown": the file is of another host or of
-            another start of this one, or the process is in another container.
+        pid: process id, as the process's own container numbers it.
+        host: the rank's host, as :class:`~resiliency.settings.Environment` names it.
+        run: the job's run id.
+        began: seconds since the epoch (UTC) when the process began this attempt.
+        page: its heartbeat page.
+        quiet_s: seconds since its last sign of life, or since it began when there was none.
+        state: "running"; "stopped": by a signal; "ended": the process is gone; "earlier attempt": it has ended, and
+            another file in the folder is from a later attempt; "unknown": the file comes from another host, another
+            boot of this host, or another container.
     """
 
     rank: int
@@ -61,10 +62,10 @@ class RankHeartbeat:
 
 
 class HeartbeatFile(PageWriter):
-    """The page of this process in a folder; replaces what an earlier process has left for this rank.
+    """The heartbeat page of this process as a file in a folder; replaces an earlier process's file of this rank.
 
     Raises:
-        ConfigError: the folder is not in memory.
+        ConfigError: the folder is not on a file system in memory.
         OSError: the folder or the file cannot be made.
     """
 
@@ -95,9 +96,9 @@ class HeartbeatFile(PageWriter):
         partial = f"{self.path}.{os.getpid()}"
         fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            # Written, not cut to size: a full file system refuses it now, instead of ending the process at a store.
+            # Written, not extended by truncate: a full file system then fails here, not with SIGBUS at a later store.
             os.write(fd, (bytes(WORDS_BYTES) + text).ljust(PAGE_BYTES, b"\0"))
-            os.fchmod(fd, 0o444)  # a shell that redirects into it would cut it
+            os.fchmod(fd, 0o444)  # a shell that redirects into a writable file would truncate it
             super().__init__(mmap.mmap(fd, PAGE_BYTES))
             os.rename(partial, self.path)
         except BaseException:
@@ -109,9 +110,9 @@ class HeartbeatFile(PageWriter):
 
 
 def read_heartbeats(folder: str | os.PathLike[str]) -> list[RankHeartbeat]:
-    """All ranks that have a file in a folder, by rank. Thread: any. Blocks: no.
+    """The heartbeats of all ranks that have a file in the folder, sorted by rank. Thread: any. Blocks: no.
 
-    A file that is no heartbeat is left out. To be called on the host of the ranks.
+    Files that are not heartbeats are skipped. Call it on the host of the ranks.
 
     Raises:
         OSError: the folder cannot be listed.
@@ -128,7 +129,7 @@ def _judged(one: RankHeartbeat, newest: int) -> RankHeartbeat:
 
 
 def _read(path: Path) -> Iterator[RankHeartbeat]:
-    """None or one."""
+    """Yields the heartbeat of a file, or nothing when the file is not one."""
     if not _FILE.fullmatch(path.name):
         return
     try:
@@ -151,7 +152,7 @@ def _read(path: Path) -> Iterator[RankHeartbeat]:
             state=_state(about) if same_clock else "unknown",
         )
     except (OSError, ValueError, KeyError, TypeError):
-        return  # replaced just now, or no heartbeat of ours
+        return  # being replaced, or not a heartbeat file
 
 
 def _open_no_link(path: str, flags: int) -> int:
@@ -169,7 +170,7 @@ def _state(about: dict[str, object]) -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/PID/stat from the state on."""
+    """The fields of ``/proc/PID/stat`` from the state on; None: there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -177,13 +178,14 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def _process_started(pid: int) -> int:
-    """Clock ticks since the boot: with the number of a process, that process and no other."""
+    """When a process started, in clock ticks since boot; 0: it is gone. With the process id this identifies the
+    process, because ids are reused."""
     fields = _stat(pid)
     return int(fields[19]) if fields is not None else 0
 
 
 def _boot() -> str:
-    """Of this start of this host: monotonic time is that of this boot."""
+    """Id of the current boot of this host; monotonic times compare only within one boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -192,5 +194,5 @@ def _pid_namespace() -> str:
 
 
 def _in_memory(path: str) -> bool:
-    buffer = (ctypes.c_long * 64)()  # struct statfs begins with f_type; it is shorter than this everywhere
+    buffer = (ctypes.c_long * 64)()  # struct statfs begins with f_type, and fits into this buffer on every platform
     return _libc.statfs(os.fsencode(path), buffer) == 0 and int(buffer[0]) in _IN_MEMORY

@@ -1,7 +1,7 @@
-"""The page of memory in which a rank says how far it is, and which others read, whatever the rank does or does not do.
+"""The page of memory on which a rank shows its progress, and which others can read whatever state the rank is in.
 
-Four words of eight bytes. Each is stored and loaded by one aligned access, so that a reader sees each of them whole
-without a lock; what must be seen together (the step, the phase and the attempt they belong to) is in one word.
+It begins with four words of eight bytes. Each word is stored and loaded by one aligned access, so that a reader never
+sees half of a new value, without a lock; values that must be read together (step, phase and attempt) share one word.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ __all__ = [
 
 PAGE_BYTES = mmap.PAGESIZE
 _WORDS = 4
-#: What follows them on the page is the affair of whoever made it.
+#: Bytes of the four words; whoever makes the page decides what follows them.
 WORDS_BYTES = 8 * _WORDS
-#: Of the page: number of beats, monotonic nanoseconds of the last sign of life, the longest time between two beats in
-#: nanoseconds, and where the rank is.
+#: Word indices: number of beats, monotonic nanoseconds of the last sign of life, longest time between two beats in
+#: nanoseconds, and the place (step, phase, attempt, watched) of the rank.
 _BEATS, _LAST, _LONGEST, _PLACE = range(_WORDS)
 
-#: Where a rank is: from the lowest bit, whether it is watched, its phase, its attempt, and its step plus one.
+#: Bit positions in the place word: bit 0 says whether the rank is watched, then follow phase, attempt, and step plus
+#: one.
 _PHASE_AT, _ATTEMPT_AT, _STEP_AT = 1, 8, 24
 MOST_ATTEMPT, _MOST_STEP = (1 << 16) - 1, (1 << 40) - 2
 
 
 class Phase(enum.IntEnum):
-    """What a rank does. The numbers are on pages: they never change their meaning."""
+    """What a rank does. The numbers are written to pages, so they never change their meaning."""
 
     STARTING = 0
     SETUP = 1
@@ -61,16 +62,16 @@ class Phase(enum.IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """What a rank has written.
+    """The decoded words of a heartbeat page.
 
     Attributes:
-        beats: since its attempt began.
-        last_s: monotonic seconds of the last sign of life, a beat or another phase; 0: none yet.
-        longest_s: the longest time between two beats, without the first few.
-        watched: it is to beat again.
-        phase: what it does.
-        attempt: of its job, as its launcher counts; at most 65535.
-        step: optimizer steps done; -1: it has not said.
+        beats: number of beats since the rank's attempt began.
+        last_s: monotonic seconds of the last sign of life, a beat or a change of phase; 0: none yet.
+        longest_s: longest time between two beats in seconds, without the first few.
+        watched: more beats are expected.
+        phase: what the rank does.
+        attempt: attempt of its job, as its launcher counts; capped at 65535.
+        step: optimizer steps done; -1: not said yet.
     """
 
     beats: int
@@ -83,7 +84,7 @@ class Page:
 
     @classmethod
     def read(cls, page: mmap.mmap) -> Page:
-        """Of a mapping, while the rank writes."""
+        """Reads the words of a mapping; the rank may write meanwhile."""
         with memoryview(page) as whole, whole[:WORDS_BYTES].cast("Q") as words:
             beats, last, longest, place = words[_BEATS], words[_LAST], words[_LONGEST], words[_PLACE]
         return cls(
@@ -106,8 +107,8 @@ class PageWriter:
 
     def __init__(self, page: mmap.mmap) -> None:
         self._page = page
-        # Native words: an assignment is one store. struct.pack_into clears its bytes first, and writes one at a time
-        # when it is told the order of bytes.
+        # Native words: each assignment is one store. struct.pack_into clears the bytes first, and with an explicit byte
+        # order it writes them one at a time.
         self._words = memoryview(page)[:WORDS_BYTES].cast("Q")
 
     def write(self, *, beats: int, last_ns: int, longest_ns: int, place: int) -> None:
@@ -118,21 +119,20 @@ class PageWriter:
         words[_PLACE] = place
 
     def close(self) -> None:
-        """Idempotent."""
+        """Unmaps the page. Idempotent."""
         self._words.release()
         self._page.close()
 
 
 def place_word(*, step: int, phase: Phase, attempt: int, watched: bool) -> int:
-    """Where a rank is, as one word."""
+    """Packs step, phase, attempt and watched into the place word."""
     shown = max(-1, min(step, _MOST_STEP)) + 1
     return shown << _STEP_AT | min(attempt, MOST_ATTEMPT) << _ATTEMPT_AT | int(phase) << _PHASE_AT | watched
 
 
 class SaveWords:
-    """Three words behind those of the rank, on the page that a launcher shares with it: the step after which the
-    launcher wants a save, the newest step that is committed, and whether the rank looks for what is wanted. Each has
-    one writer. Thread: one.
+    """Three further words on the page that a rank shares with its launcher: the step after which the launcher wants a
+    save, the newest committed step, and whether the rank asks for wanted saves. Each word has one writer. Thread: one.
 
     Args:
         page: a mapping that may be written; this object keeps it open.
@@ -144,31 +144,32 @@ class SaveWords:
         self._words = memoryview(page)[: 8 * (self._LOOKS + 1)].cast("Q")
 
     def want(self, step: int) -> None:
-        """Of the launcher: the rank saves when it has done this many optimizer steps; -1: nothing is wanted."""
+        """Launcher: the rank is to save after this many optimizer steps; -1: no save is wanted."""
         self._words[self._WANTED] = step + 1
 
     def wanted(self) -> int:
-        """Of the rank: -1 when nothing was wanted yet."""
+        """Rank: the step to save after; -1: none is wanted. Also records that this rank asks."""
         self._words[self._LOOKS] = 1
         return int(self._words[self._WANTED]) - 1
 
     def committed(self, step: int) -> None:
-        """Of the rank: the save after this many optimizer steps is committed."""
+        """Rank: records that the save after this many optimizer steps is committed."""
         self._words[self._COMMITTED] = step + 1
 
     def newest_committed(self) -> int:
-        """Of the launcher: -1 when there is none yet."""
+        """Launcher: the newest committed optimizer step; -1: none yet."""
         return int(self._words[self._COMMITTED]) - 1
 
     @property
     def is_looked_for(self) -> bool:
-        """Of the launcher: the rank has something that saves when it is asked to."""
+        """Launcher: True when the rank has asked for wanted saves, so that it will save when told to."""
         return bool(self._words[self._LOOKS])
 
 
 class WorkWords:
-    """Two words more on that page: what the rank's own work took, as far as it measures it, and in how many optimizer
-    steps; both since its attempt began. They are not read together: a reader may find a step less than was summed.
+    """Two further words on that page: the seconds of the rank's own work since its attempt began, as far as it measures
+    them, and the number of optimizer steps they cover. The words are read one after the other, so a reader may see a
+    step count that does not yet include the last time added.
 
     Args:
         page: a mapping that may be written; this object keeps it open.
@@ -180,10 +181,10 @@ class WorkWords:
         self._words = memoryview(page)[: 8 * (self._STEPS + 1)].cast("Q")
 
     def write(self, *, own_ns: int, steps: int) -> None:
-        """Of the rank."""
+        """Rank: stores both words."""
         self._words[self._OWN] = own_ns
         self._words[self._STEPS] = steps
 
     def read(self) -> tuple[float, int]:
-        """Of the launcher: seconds, and steps; 0 steps when the rank measures none."""
+        """Launcher: (seconds of own work, steps); 0 steps when the rank does not measure it."""
         return self._words[self._OWN] / 1e9, int(self._words[self._STEPS])

@@ -1,4 +1,4 @@
-"""What the launcher tells the monitor of its host about its ranks."""
+"""What the launcher reports about its ranks to the monitor of its host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ __all__ = ["HostReports"]
 
 
 class HostReports:
-    """Thread: one. Nothing blocks. What is true still is said again to a monitor that was started again.
+    """Sends the reports over the link. Thread: one. Blocks: no. Reports that still hold are repeated to a restarted
+    monitor.
 
     Args:
         link: to the monitor.
@@ -29,37 +30,39 @@ class HostReports:
 
     @property
     def has_said_why(self) -> bool:
-        """A rank of this epoch was said to be lost, or to have lost a peer."""
+        """True when a rank of this epoch was reported as lost, or as having lost a peer."""
         return bool(self._lost or self._lost_peers)
 
     def waiting(self, *, warm: bool) -> None:
-        """There are no ranks. Not after all have finished, which says as much."""
+        """Reports that this host has no ranks and waits. Sends nothing after all ranks have ended: that report says as
+        much."""
         self._link.take_back("running")
         if not self._ended:
             self._link.stand("waiting", {"kind": "waiting", "epoch": self._epoch, "warm": warm})
 
     def started(self, epoch: int) -> None:
-        """Ranks of an epoch are being started: what was said of the one before is of no interest any more."""
+        """Begins the reports of a new epoch, and withdraws those of the previous one."""
         self._link.take_back("waiting", "running", "lost_peers", "ended", *(("lost", rank) for rank in self._lost))
         self._epoch, self._ended = epoch, False
         self._ranks, self._lost, self._lost_peers = {}, set(), []
 
     def running(self, ranks: Mapping[int, tuple[int, int]]) -> None:
-        """Args: ranks: local rank -> global rank and process."""
+        """Reports the running ranks. Args: ranks: local rank -> (global rank, process id)."""
         found = {str(local): list(one) for local, one in ranks.items()}
         if found != self._ranks:
             self._ranks = found
             self._link.stand("running", {"kind": "running", "epoch": self._epoch, "ranks": found})
 
     def lost(self, rank: int, code: int, *, reason: str = "", preempted: bool = False) -> None:
-        """A rank has failed. Args: code: negative when a signal ended it."""
+        """Reports a failed rank. Args: code: its exit code, or minus the signal that ended it."""
         how = {"signal": -code} if code < 0 else {"exit_code": code}
         message = {"kind": "lost", "epoch": self._epoch, "rank": rank, **how, "reason": reason, "preempted": preempted}
         self._lost.add(rank)
         self._link.stand(("lost", rank), message)
 
     def lost_peers(self, ranks: Iterable[int]) -> None:
-        """Ranks wait, because a peer is gone, and none of this host has failed."""
+        """Reports the ranks that wait because a peer is gone, while no rank of this host has failed; empty withdraws
+        it."""
         found = sorted(ranks)
         if found == self._lost_peers:
             return
@@ -75,13 +78,15 @@ class HostReports:
         self._link.stand("ended", {"kind": "ended", "epoch": self._epoch, "preempted": preempted})
 
     def pages(self, seen: Mapping[int, Seen], *, now_s: float) -> None:
-        """How far ranks are. One that goes on in its process says so when it has begun this epoch: what its page shows
-        until then is of the one before."""
+        """Reports the progress of the ranks. A process kept from the previous epoch still shows that epoch's page until
+        it begins this one; until then zeros are reported for it.
+        """
         ranks = [_page_of(rank, one, attempt=self._epoch - 1, now_s=now_s) for rank, one in sorted(seen.items())]
         self._link.tell({"kind": "pages", "epoch": self._epoch, "ranks": ranks})
 
     def saved(self, *, problem: str = "") -> None:
-        """The answer to a wish for a save. Args: problem: "": all ranks know that it is committed."""
+        """Answers a request for a save. Args: problem: why it failed; "": every rank knows that the save is
+        committed."""
         self._link.tell({"kind": "saved", "epoch": self._epoch, "problem": problem})
 
 

@@ -1,7 +1,7 @@
-"""The launcher's lines in the event log of the job that it runs.
+"""Writes the launcher's events into the event log of the job that it runs.
 
-Where that log is, and which attempt it is, a rank tells: it lies below the job's checkpoints. What happens before is
-kept until then.
+The log lies below the job's checkpoints, so only a rank knows its folder and the number of the attempt, and tells the
+launcher. Events from before that are kept in memory until then.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["JobLog", "tell_launcher"]
 
 logger = logging.getLogger(__name__)
 
-#: A job whose ranks never tell is one without a log.
+#: Most events kept in memory; a job whose ranks never name a folder has no log.
 _MOST_KEPT = 1000
-#: Logs of launchers of this process that have ended, with what their last event says.
+#: Log path -> the event to write there when this process ends; for launchers of this process that have ended.
 _ends: dict[str, Event] = {}
 _pid = 0
 
@@ -35,8 +35,8 @@ _pid = 0
 class JobLog:
     """Writes ``launcher-HOST.jsonl``. Thread: one. Never raises.
 
-    After ``launcher_ended`` the interpreter goes on for a second or so, to let go of torch: ``process_ended`` is the
-    last that it does.
+    After ``launcher_ended`` the interpreter runs on for a second or so, to tear down torch; the last event that it
+    writes is ``process_ended``.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class JobLog:
         self._kept: list[Event] = []
 
     def is_at(self, folder: str, *, run: str, attempt: int) -> None:
-        """A rank has told where the log is, and which attempt has begun."""
+        """Sets the log's folder, and the run and attempt of the following events; a rank has reported them."""
         path = os.path.join(folder, f"launcher-{self._host}.jsonl")
         if self._sink is None or self._sink.path != path:
             self.close()
@@ -58,8 +58,8 @@ class JobLog:
         self._kept.clear()
 
     def emit(self, kind: str, **fields: Any) -> None:
-        """Something happened in, or after, the attempt that was told last."""
-        if kind == EventKind.LAUNCHER_STARTED:  # its imports were time of the job, too
+        """Writes an event under the attempt reported last, or keeps it until a folder is known."""
+        if kind == EventKind.LAUNCHER_STARTED:  # the launcher's imports were time of the job, too
             fields.setdefault("since_process_s", round(process_age_s(), 6))
             fields.setdefault("boot", boot_id())
         event = Event(
@@ -80,16 +80,17 @@ class JobLog:
             self._kept.append(event)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the file. Idempotent."""
         if self._sink is not None:
             self._sink.close()
             self._sink = None
 
 
 def _tell_end_of_process() -> None:
-    """At the end of this process, as late as Python allows: what was registered first is called last."""
+    """Registers :func:`_write_ends` for the end of this process, as late as Python allows: atexit calls the function
+    that was registered first last."""
     global _pid
-    if _pid != os.getpid():  # a forked child has the functions of its parent, too
+    if _pid != os.getpid():  # a forked child inherits its parent's atexit functions
         _ends.clear()
         _pid = os.getpid()
         atexit.register(_write_ends)
@@ -101,17 +102,18 @@ def _write_ends() -> None:
     ends = dict(_ends)
     _ends.clear()
     if ends:
-        # The interpreter would look for garbage among all that torch has made, for half a second of the job's time.
+        # Without this the interpreter would search torch's objects for garbage, for half a second of the job's time.
         gc.freeze()
     for path, event in ends.items():
-        if os.path.exists(path):  # else the folder was deleted, and stays so
+        if os.path.exists(path):  # else the log was deleted, and is not made again
             sink = JsonlSink(path)
             sink.emit(event.at_once())
             sink.close()
 
 
 def tell_launcher(folder: str, *, run: str, attempt: int) -> None:
-    """Tells the launcher of this rank where the job's event log is. Does nothing where there is none. Blocks: no."""
+    """Called in a rank: tells its launcher the folder of the job's event log. Does nothing without a launcher. Blocks:
+    no."""
     address = all_variables().get(LAUNCHER_VARIABLE, "")
     if not address:
         return

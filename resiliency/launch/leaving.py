@@ -1,4 +1,4 @@
-"""How a process that stays leaves an attempt that has ended: what it holds of it is given up."""
+"""How a process that runs the next attempt leaves the one that has ended: it releases everything that attempt held."""
 
 from __future__ import annotations
 
@@ -36,24 +36,25 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for groups to end.
+#: Seconds to wait for process groups to be destroyed.
 _DROP_TIMEOUT_S = 0.5
 #: Seconds for a child process to end after SIGKILL.
 _KILL_TIMEOUT_S = 5.0
-#: Where Python's import statement is written.
+#: File name of the code that executes import statements, as frames show it.
 _IMPORTING = "<frozen importlib._bootstrap>"
-#: In errors of process groups, which torch raises as RuntimeError. Whole words: a state is restored, a token is a
-#: websocket's, and neither is a peer's fault.
+#: Marks errors of process groups, which torch raises as RuntimeError. Whole words only, so that "restored" or the
+#: "token" of a websocket does not count: neither is a peer's fault.
 _WORDS = re.compile(
     r"\b(gloo|nccl\w*|process ?group|tcpstore|broken pipe|socket (timeout|closed|error)|timed out waiting"
     r"|connection (was )?(closed|reset|refused|lost|aborted|broken)|timeout caused pair closure)\b"
 )
-#: Where errors of connections to peers come from; a script has connections of its own, to a data server say.
+#: Folders of the code that raises errors of connections to peers; a script has connections of its own, for example to a
+#: data server.
 _OF_PEERS = (f"{os.sep}torch{os.sep}distributed{os.sep}", os.path.dirname(os.path.dirname(__file__)) + os.sep)
 
 
 def looks_like_a_lost_peer(error: BaseException) -> bool:
-    """True for errors that a rank raises when another one is gone, itself or as a cause. Pure."""
+    """True for errors that a rank raises when another rank is gone, also as a cause or context of the error. Pure."""
     for one in _chain(error):
         kinds = {kind.__name__ for kind in type(one).__mro__}
         if isinstance(one, Timeout) or "DistError" in kinds:
@@ -66,7 +67,7 @@ def looks_like_a_lost_peer(error: BaseException) -> bool:
 
 
 def _raised_in(error: BaseException) -> str:
-    """The file of the code that has raised it."""
+    """File name of the code that raised the error; "" when it has no traceback."""
     name, trace = "", error.__traceback__
     while trace is not None:
         name, trace = trace.tb_frame.f_code.co_filename, trace.tb_next
@@ -74,12 +75,13 @@ def _raised_in(error: BaseException) -> str:
 
 
 def may_be_interrupted(frame: FrameType | None, outermost: CodeType) -> bool:
-    """False where an exception that comes from outside does harm or is lost: within an import, as some modules cannot
-    be imported again when they were half imported (numpy), and in ``__del__``, which Python lets no exception leave.
+    """False where an exception raised from outside would do harm or be lost: within an import, because some modules
+    (numpy) cannot be imported again after half an import, and in ``__del__``, from which Python lets no exception
+    escape.
 
     Args:
         frame: what a thread runs.
-        outermost: code; what has called it is not looked at.
+        outermost: code at which to stop; its callers are not looked at.
     """
     return not any(
         code.co_filename == _IMPORTING or code.co_name == "__del__" for code in _codes_around(frame, outermost)
@@ -87,7 +89,7 @@ def may_be_interrupted(frame: FrameType | None, outermost: CodeType) -> bool:
 
 
 def is_importing(frame: FrameType | None, outermost: CodeType) -> bool:
-    """True within an import; the arguments are those of ``may_be_interrupted``."""
+    """True within an import; the arguments are as in :func:`may_be_interrupted`."""
     return any(code.co_filename == _IMPORTING for code in _codes_around(frame, outermost))
 
 
@@ -98,8 +100,8 @@ def _codes_around(frame: FrameType | None, outermost: CodeType) -> Iterator[Code
 
 
 def waits_for_peers_only(frame: FrameType | None) -> bool:
-    """True where native code can wait for nothing but other ranks: in a collective operation and, without a GPU, in a
-    backward pass. Not while it connects to the store of the job, which it tries again and again for a while.
+    """True when the native code under this frame can wait for nothing but other ranks: in a collective operation and,
+    without a GPU, in a backward pass. False while it connects to the job's store, which it retries for a while.
 
     Args:
         frame: what a thread runs.
@@ -118,17 +120,17 @@ def waits_for_peers_only(frame: FrameType | None) -> bool:
 
 
 Held = TypeVar("Held")
-#: What threads hold, so that it does not end with the frames of an attempt, and how it is closed.
+#: Objects that a thread keeps alive beyond the frames of an attempt -> the function that closes them.
 _to_close: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
 
 def close_when_left(held: Held, close: Callable[[Held], None]) -> None:
-    """Closes it when this process leaves its attempt. It may have been interrupted while it was opened or closed, so
-    that nobody else would. Thread: any.
+    """Registers an object to be closed when this process leaves its attempt. Its owner may have been interrupted while
+    opening or closing it, so that nobody else would close it. Thread: any.
 
     Args:
-        held: has a thread that refers to it.
-        close: idempotent, and refers to it only by its argument. The next attempt waits for it.
+        held: an object that one of its own threads keeps alive.
+        close: idempotent; must not refer to ``held`` except by its argument. The next attempt waits for it.
     """
     _to_close[held] = close
 
@@ -138,12 +140,12 @@ def _close_held() -> None:
         _to_close.pop(held, None)
         try:
             close(held)
-        except Exception:  # Boundary: what is left of an attempt that failed; the next one is not to fail with it.
+        except Exception:  # Boundary: leftovers of a failed attempt must not make the next one fail.
             logger.warning("%s of the attempt that ended was not closed cleanly", type(held).__name__, exc_info=True)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, and those that led to it."""
+    """The error and its causes and contexts, each once."""
     seen: set[int] = set()
     left = [error]
     while left:
@@ -155,14 +157,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def abort_collectives(connections: PeerConnections, *, groups: bool, forming: bool) -> None:
-    """Ends operations of process groups that wait for a peer, and waits for one as a group forms.
+    """Ends process group operations that wait for a peer, and waits for a peer while a group forms.
 
     Thread: not the one that waits in the operation.
 
     Args:
-        connections: the same for all calls in an attempt.
-        groups: also those of GPUs, for which torch has a function. Not while their groups are destroyed.
-        forming: also waits for peers that have not connected yet.
+        connections: the same object for all calls in one attempt.
+        groups: also abort GPU groups, for which torch has a function. Must be False while the groups are destroyed.
+        forming: also end waits for peers that have not connected yet.
     """
     port, world = (all_variables().get(name, "") for name in ("MASTER_PORT", "WORLD_SIZE"))
     pairs = int(world) if forming and world.isdecimal() else 0
@@ -175,34 +177,34 @@ def abort_collectives(connections: PeerConnections, *, groups: bool, forming: bo
     try:
         if "nccl" in distributed.get_backend():
             distributed.distributed_c10d._abort_process_group()
-    except Exception:  # Boundary: torch's private function; what is not aborted is killed by the launcher.
+    except Exception:  # Boundary: private in torch; the launcher kills a stuck rank
         logger.warning("operations between GPUs could not be aborted", exc_info=True)
 
 
 def child_processes() -> set[int]:
-    """Process ids of this process's children that multiprocessing has started, as workers of data loaders."""
+    """Process ids of children that multiprocessing has started, such as workers of data loaders."""
     return {child.pid for child in multiprocessing.active_children() if child.pid is not None}
 
 
 def signal_handlers() -> dict[int, Any]:
-    """The handler of each signal that has one which Python knows."""
+    """Signal number -> its handler, for the signals whose handler Python knows."""
     handlers = {int(number): signal.getsignal(number) for number in signal.valid_signals()}
     return {number: handler for number, handler in handlers.items() if handler is not None}
 
 
 def leave_attempt(error: BaseException, *, children: Set[int], handlers: Mapping[int, Any]) -> None:
-    """Gives up what the process holds of an attempt: frames and the model in them, process groups, worker processes.
+    """Releases what the process holds of an attempt: frames and the model in them, process groups, worker processes.
 
     What modules and the caller of the function hold stays. Blocks: until worker processes have ended, up to 5 s each.
 
     Args:
-        error: that ended the attempt.
-        children: process ids that are to stay.
-        handlers: of signals, as before the attempt. Lightning's refer to its trainer, which has not taken them back
-            where it was interrupted.
+        error: the exception that ended the attempt.
+        children: process ids of children that stay.
+        handlers: signal handlers from before the attempt. Lightning's handlers refer to its trainer, and are still set
+            when the trainer was interrupted.
     """
     for number, handler in signal_handlers().items():
-        # Torch sets its handler for the ends of loaders' workers once in a process.
+        # Torch sets its handler for the end of loader workers once per process, so that one stays.
         its_own = str(getattr(handler, "__module__", "")).partition(".")[0] == "torch"
         if handler is not handlers.get(number, handler) and not its_own:
             signal.signal(number, handlers[number])
@@ -212,7 +214,7 @@ def leave_attempt(error: BaseException, *, children: Set[int], handlers: Mapping
         traceback.clear_frames(one.__traceback__)
         one.__traceback__ = None
     _close_held()
-    gc.collect()  # loops, data loaders and trainers refer to each other; connections to peers close with the last one
+    gc.collect()  # trainers, loops and loaders form cycles; a connection to a peer closes with its last reference
     _destroy_groups()
     _drop(groups)
     torch: Any = sys.modules.get("torch")
@@ -224,10 +226,10 @@ def leave_attempt(error: BaseException, *, children: Set[int], handlers: Mapping
 def _end_workers(children: Set[int]) -> None:
     """Kills processes that multiprocessing has started, and closes the iterators of torch's data loaders.
 
-    Before they are garbage: when that is collected, the threads that would tell workers to end may end first, and each
-    iterator waits for 5 s.
+    This must happen before the iterators become garbage: when garbage is collected, the threads that would tell workers
+    to end may end first, and then each iterator waits for 5 s.
     """
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a worker is killed
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error when a worker is killed
     try:
         workers = [child for child in multiprocessing.active_children() if child.pid not in children]
         for worker in workers:
@@ -236,17 +238,17 @@ def _end_workers(children: Set[int]) -> None:
             worker.join(_KILL_TIMEOUT_S)
         for iterator in _loader_iterators():
             if any(worker.pid in children for worker in getattr(iterator, "_workers", [])):
-                continue  # of a loader that is not of the attempt
+                continue  # belongs to a loader from before the attempt
             try:
                 iterator._shutdown_workers()
-            except Exception:  # Boundary: a private function of torch; the workers have ended.
+            except Exception:  # Boundary: torch's private function; the workers have ended anyway.
                 logger.debug("an iterator of a data loader was not closed cleanly", exc_info=True)
     finally:
         signal.signal(signal.SIGCHLD, before)
 
 
 def end_loader_workers() -> None:
-    """Kills worker processes of torch's data loaders, so that nobody waits for them. Blocks: up to 5 s each."""
+    """Kills the worker processes of torch's data loaders, so that nothing waits for them. Blocks: up to 5 s each."""
     workers = {worker.pid for one in _loader_iterators() for worker in getattr(one, "_workers", ())}
     if workers:
         _end_workers(child_processes() - workers)
@@ -263,11 +265,11 @@ def _process_groups() -> list[Any]:
 
 
 def _drop(groups: list[Any]) -> None:
-    """Lets go of groups on another thread. The last reference to one waits for its operations, and one of gloo may be
-    left waiting for half an hour after all its connections were closed. Blocks: up to half a second.
+    """Releases groups on another thread, because releasing the last reference waits for the group's operations, and a
+    gloo operation may wait for half an hour after all its connections were closed. Blocks: up to half a second.
 
     Args:
-        groups: emptied.
+        groups: is emptied.
     """
     thread = threading.Thread(target=groups.clear, name="resiliency-drop-groups", daemon=True)
     thread.start()
@@ -281,9 +283,9 @@ def _destroy_groups() -> None:
     try:
         if distributed.is_initialized():
             distributed.destroy_process_group()
-    except Exception:  # Boundary: whatever a backend raises whose peers are gone; the next attempt has its own group.
+    except Exception:  # Boundary: any error of a backend whose peers are gone; the next attempt has its own group.
         logger.warning("the process group of the attempt that ended was not destroyed cleanly", exc_info=True)
-    # Groups are numbered, and meet under their numbers: one that was left while it formed has one, too.
+    # Ranks of a group find each other by its number; a group that was abandoned while it formed has used one up.
     world = getattr(distributed.distributed_c10d, "_world", None)
     if world is not None and hasattr(world, "group_count"):
         world.group_count = 0

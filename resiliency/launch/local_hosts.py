@@ -1,8 +1,8 @@
-"""``resiliency run --nnodes 3 --local-hosts``: the hosts of a job as launchers on one machine.
+"""``resiliency run --nnodes 3 --local-hosts``: runs the hosts of a job as launchers on one machine.
 
-For CI, a workstation and tests. Each host has a process group, a name (``RESILIENCY_NODE``), an agent and a local
-folder of its own, and is what it would be on a machine of its own: a launcher that meets the others in a store. The
-store is kept here, so that no host is needed by the others.
+For CI, a workstation and tests. Each host has its own process group, name (``RESILIENCY_NODE``), agent and local
+folder, and behaves as on a machine of its own: its launcher meets the others through a store. This process serves the
+store, so that no host depends on another one for it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = ["LOCAL_HOST_VARIABLE", "become_local_host", "exit_status", "run_local
 
 logger = logging.getLogger(__name__)
 
-#: For a launcher that was started as one of several on a machine: the process that has started it.
+#: Environment variable of a launcher started as one of several on a machine: the process id of its starter.
 LOCAL_HOST_VARIABLE = "RESILIENCY_LOCAL_HOST"
 _LOCAL_DIR = "RESILIENCY_LOCAL_DIR"
-#: For hosts to end by themselves when the job has lost one that it cannot do without, and again when they were asked
-#: to; torch gives ranks 30 s.
+#: Seconds for hosts to end by themselves after the job has lost a host that it needs, and again after each signal to
+#: them; torch gives ranks 30 s.
 _END_TIMEOUT_S = 40.0
-#: Of torch's rendezvous: it waits 30 s for more hosts than are needed, and notices after 15 s that one is gone; these
-#: start together, and need no network.
+#: Settings of torch's rendezvous. By default it waits 30 s for more hosts than it needs, and notices a lost one after
+#: 15 s; these hosts start together and use no network.
 _CONFIGURATION = "is_host=0,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -50,22 +50,25 @@ class _Host:
 
 
 def become_local_host() -> None:
-    """Makes this launcher, one of several on a machine, end with the process that has started it."""
+    """Makes this launcher, one of several on a machine, end together with the process that started it."""
     parent = all_variables()[LOCAL_HOST_VARIABLE]
     set_variable(LOCAL_HOST_VARIABLE, None)  # ranks may start jobs of their own
     end_with_parent(signal.SIGTERM)
-    if str(os.getppid()) != parent:  # it has ended before that
+    if str(os.getppid()) != parent:  # the starter has ended before end_with_parent took effect
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def exit_status(codes: Sequence[int], *, fewest: int, asked: int | None) -> int:
-    """The exit status of a job: that of preemption when a host has it, as ranks save and leave together; 0 when as many
-    have finished as the job needs; else that of the first that failed by itself. Pure.
+    """The exit status of a job, from those of its hosts. Pure.
+
+    :data:`PREEMPTED` when any host has it, because ranks save and leave together; else 128 and ``asked`` if that is
+    set; 0 when as many hosts succeeded as the job needs; else the code of the first host that failed without a signal,
+    1 if there is none.
 
     Args:
-        fewest: hosts that the job can do with.
-        codes: return codes in order of their ends; negative when a signal ended the host.
-        asked: signal that this process was given to end them all.
+        fewest: the least number of hosts that the job needs.
+        codes: return codes in the order in which hosts ended; negative when a signal ended the host.
+        asked: the signal with which this process was told to end all hosts; None: it was not.
     """
     if PREEMPTED in codes:
         return PREEMPTED
@@ -79,11 +82,12 @@ def exit_status(codes: Sequence[int], *, fewest: int, asked: int | None) -> int:
 
 
 def run_local_hosts(words: Sequence[str], *, hosts: tuple[int, int]) -> int:
-    """Runs the job and returns its exit status.
+    """Runs the job and returns its exit status. Blocks: until all hosts have ended. Thread: main, it sets signal
+    handlers.
 
     Args:
-        words: of the command line, behind ``run``.
-        hosts: the fewest that the job can do with, and how many there are.
+        words: the command line after ``run``.
+        hosts: the least number of hosts that the job needs, and the number to start.
     """
     fewest, count = hosts
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -115,7 +119,8 @@ def _start(number: int, words: Sequence[str]) -> _Host:
 
 
 def _wait(running: list[_Host], fewest: int, asked: Sequence[int]) -> list[int]:
-    """Return codes in order of ends. Takes hosts that have ended out of ``running``."""
+    """Return codes in the order in which hosts ended, each of which is removed from ``running``. Blocks: until all
+    ended."""
     codes: list[int] = []
     deadline: float | None = None
     killed = False
@@ -129,7 +134,7 @@ def _wait(running: list[_Host], fewest: int, asked: Sequence[int]) -> list[int]:
                 _say_lost(host, len(running), fewest)
         lost = any(codes) and len(running) < fewest
         if (lost or asked) and deadline is None:
-            # A launcher that has given up tells the others; one that was killed cannot.
+            # A launcher that gives up tells the others; one that was killed cannot, so they are told here.
             if not asked and any(code < 0 for code in codes):
                 _signal_all(running, signal.SIGTERM)
             deadline = time.monotonic() + _END_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""The launcher's connection to the monitor of its host, which is made again whenever it ends."""
+"""The launcher's connection to the monitor of its host; it reconnects whenever the connection ends."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["MonitorLink"]
 logger = logging.getLogger(__name__)
 
 _UCRED = struct.Struct("3i")  # process, user and group id
-#: Seconds between two tries to connect: the first, and the most. Nothing tells when somebody listens again.
+#: Least and most seconds between two attempts to connect. Nothing tells when the monitor listens again.
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.05, 1.0
 
 
 class MonitorLink:
-    """Thread: one. Nothing blocks, and nothing raises when the monitor is away.
+    """Sends to and receives from the monitor. Thread: one. Blocks: no. Raises nothing when the monitor is away.
 
-    What *stands* is kept, and said again to a monitor that was started again, or that did not read for a time.
+    *Standing* messages are kept, and sent again to a monitor that was restarted, or that did not read for a time.
 
     Args:
         name: of the abstract unix socket on which the monitor listens.
@@ -35,10 +35,10 @@ class MonitorLink:
         self.name = name
         self._socket: socket.socket | None = None
         self._standing: dict[Hashable, Mapping[str, Any]] = {}
-        #: Something that stands was not said on this connection.
+        #: True when a standing message has not been sent on this connection.
         self._owes = False
         self._pause_s, self._retry_at_s = _FIRST_PAUSE_S, 0.0
-        #: Why there is no connection, as it was logged.
+        #: The reason, as last logged, why there is no connection; "" while connected.
         self._why = ""
 
     @property
@@ -46,25 +46,25 @@ class MonitorLink:
         return self._socket is not None
 
     def fds(self) -> list[int]:
-        """Readable when :meth:`serve` has something to do."""
+        """The socket, readable when :meth:`serve` has something to do; empty without a connection."""
         return [] if self._socket is None else [self._socket.fileno()]
 
     def seconds_to_look(self, longest_s: float) -> float:
-        """Until :meth:`serve` is to be called at the latest."""
+        """Seconds until :meth:`serve` must be called, at most ``longest_s``."""
         due_s = self._retry_at_s - time.monotonic() if self._socket is None or self._owes else longest_s
         return min(longest_s, max(0.0, due_s))
 
-    # -- what is said -------------------------------------------------------------------------------------------------
+    # -- sending ------------------------------------------------------------------------------------------------------
 
     def stand(self, key: Hashable, message: Mapping[str, Any]) -> None:
-        """Says something that stays true. Another message of the same key takes its place."""
+        """Sends a message that stays true until it is taken back. It replaces the standing message of the same key."""
         self._standing.pop(key, None)
         self._standing[key] = message
         if self._socket is not None and not self._send(message):
             self._say_again_later()
 
     def take_back(self, *keys: Hashable) -> None:
-        """What stood under these keys is true no more. Nobody is told."""
+        """Drops the standing messages of these keys, which are no longer true. The monitor is not told."""
         for key in keys:
             self._standing.pop(key, None)
 
@@ -72,7 +72,7 @@ class MonitorLink:
         self._standing.clear()
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Says something once, if somebody listens."""
+        """Sends a message once; it is dropped without a connection, or while standing messages are still unsent."""
         if self._socket is not None and not self._owes:
             self._send(message)
 
@@ -92,16 +92,16 @@ class MonitorLink:
         try:
             send(self._socket, message)
             return True
-        except BlockingIOError:  # it does not read
+        except BlockingIOError:  # the monitor does not read
             return False
         except OSError as error:
             self._lose(f"it cannot be told {message['kind']} ({error})")
             return False
 
-    # -- what is heard ------------------------------------------------------------------------------------------------
+    # -- receiving ----------------------------------------------------------------------------------------------------
 
     def serve(self) -> list[dict[str, Any]]:
-        """What the monitor has said since the last call, in order."""
+        """Connects if needed, and returns the messages received since the last call, in order. Blocks: no."""
         if self._socket is None and time.monotonic() >= self._retry_at_s:
             self._connect()
         if self._owes and time.monotonic() >= self._retry_at_s:
@@ -117,7 +117,7 @@ class MonitorLink:
         return heard
 
     def _hear(self, connection: socket.socket) -> dict[str, Any] | None:
-        """None for what is no message, and at the end of the connection."""
+        """The next message; None for one that is not understood, and when the connection ends."""
         try:
             received = receive(connection)
         except BlockingIOError:
@@ -132,7 +132,7 @@ class MonitorLink:
             self._lose("it has closed the connection")
             return None
         message, fds = received
-        for fd in fds:  # none is asked for
+        for fd in fds:  # the monitor sends none that are wanted
             os.close(fd)
         if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
             self._refuse(f"{str(message)[:80]!r} has no kind")
@@ -143,7 +143,7 @@ class MonitorLink:
     def _refuse(self, why: str) -> None:
         logger.warning("the host monitor at %r said something that is not understood: %s", self.name, why)
 
-    # -- how it is connected ------------------------------------------------------------------------------------------
+    # -- connecting ---------------------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -177,7 +177,7 @@ class MonitorLink:
             logger.warning("the host monitor at %r: %s; ranks go on, and it is tried again", self.name, why)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Ends the connection for good. Idempotent."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

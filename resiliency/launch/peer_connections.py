@@ -1,14 +1,14 @@
 """Ends native waits for peers by shutting down this process's own connections to them.
 
-* Of gloo: torch's ``abort`` of a gloo group does nothing (seen with torch 2.13), and an operation waits for its
-  neighbours only. A rank whose neighbours are alive, and have left, waits until their groups are gone, which may be
-  never where something still refers to them. Gloo has no word for its sockets; they are those that its event loop
-  watches. They are ended for reading only: its event loop then sees an end and tells nearly all that wait; the others
-  are ended by ``gloo_waits`` when all connections are closed.
-* That gloo waits for as a group forms: of two ranks one listens until the other one connects and says which pair it
-  belongs to; pairs of a group are numbered from 0 (``gloo/transport/tcp/listener.cc``). Where the other one never comes
-  this process does, in its place, and hangs up.
-* To the store in which ranks look for each other as a group forms: nobody will write what they wait for.
+* Gloo's connections: torch's ``abort`` of a gloo group does nothing (seen with torch 2.13), and an operation waits for
+  its neighbours only. A rank whose neighbours are alive but have left the attempt would wait until their groups are
+  released, which never happens while something refers to them. Gloo offers no access to its sockets; they are the ones
+  that its event loop watches. They are shut down for reading only: the event loop then sees an end of file and tells
+  nearly all waits; ``gloo_waits`` ends the rest once all connections are closed.
+* Connections that gloo waits for while a group forms: of two ranks one listens until the other one connects and names
+  the pair it belongs to; the pairs of a group are numbered from 0 (``gloo/transport/tcp/listener.cc``). When the other
+  rank never comes, this process connects in its place, and hangs up.
+* Connections to the store in which ranks look for each other while a group forms: nobody will write what they wait for.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["PeerConnections"]
 
 logger = logging.getLogger(__name__)
 
-#: The number of a pair, as gloo sends it.
+#: A pair number, as gloo sends it.
 _PAIR = struct.Struct("=q")
 _CONNECT_TIMEOUT_S = 1.0
-#: For a client to finish connecting to its store.
+#: Seconds that a client gets to finish connecting to its store.
 _STORE_CONNECT_TIMEOUT_S = 0.3
-#: Name of the thread that is gloo's event loop, one for each device. Torch 2.11 and older do not name it (looked up in
-#: 2.4, 2.7, 2.9, 2.10 and 2.11): there connections of gloo are not found, and none is known to be closed.
+#: Name of the thread that runs gloo's event loop, one per device. Torch 2.11 and older do not name the thread (looked
+#: up in 2.4, 2.7, 2.9, 2.10 and 2.11); there gloo's connections are not found, and none counts as closed.
 _LOOP = "gloo_tcp_loop"
 _EPOLL = "anon_inode:[eventpoll]"
 #: A file descriptor and its inode.
@@ -42,52 +42,52 @@ _Watched = tuple[int, int]
 
 
 class PeerConnections:
-    """Those of this process, while it leaves one attempt. Thread: one at a time."""
+    """Finds and shuts down this process's connections, while it leaves one attempt. Thread: one at a time."""
 
     def __init__(self) -> None:
-        #: Monotonic seconds when a connection to a store was seen first, by its inode.
+        #: Inode of a connection to a store -> monotonic seconds when it was first seen.
         self._seen: dict[int, float] = {}
-        #: What threads of gloo wait on, from when they last did; a thread keeps to one.
+        #: Gloo thread id -> the epoll file descriptor that it last waited on; a thread always uses the same one.
         self._epolls: dict[str, int] = {}
-        #: Gloo had no connection when they were shut down last: it has seen the ends of all.
+        #: True when the last call found no open gloo connection: gloo has seen the end of all of them.
         self.closed = False
 
     def shut_down(self, store_port: int | None, *, pairs: int) -> int:
-        """Shuts down gloo's connections and those to a store, so that what waits for them ends with an error.
+        """Shuts down gloo's connections and those to a store, so that waits for them end with an error.
 
-        Gloo's are not found where the kernel does not show system calls of threads (a process that may not be traced),
-        and in older torch.
-        Thread: any. Blocks: for a connection to this process for each pair, which takes some 50 microseconds.
+        Gloo's connections are not found where the kernel does not show the system calls of threads (a process that may
+        not be traced), and with older torch. Thread: any. Blocks: while it connects to this process once per pair, 50
+        microseconds each.
 
         Args:
-            store_port: of the store; None: there is none.
-            pairs: of the largest group that may be forming, as many as it has ranks; 0: none is. Connecting to a group
-                that stands costs a file descriptor for each.
+            store_port: port of the store; None: there is no store.
+            pairs: number of ranks of the largest group that may be forming; 0: none. If the group has already formed,
+                each connection costs a file descriptor.
 
         Returns:
-            How many.
+            The number of connections shut down.
         """
         self.closed = False
         try:
             loops, sockets = _loops(), _sockets()
-        except OSError as error:  # no file descriptor is left: the thread that asks goes on to interrupt this process
+        except OSError as error:  # no file descriptor is left; the calling thread must go on to interrupt this process
             logger.debug("connections to peers are not known: %s", error)
             return 0
         self._epolls = {task: epoll for task, epoll in self._epolls.items() if task in loops}
         self._epolls |= {task: epoll for task, epoll in loops.items() if epoll is not None}
         watched = {one: waits for epoll in self._epolls.values() for one, waits in _watched(epoll).items()}
-        self.closed = bool(loops) and loops.keys() == self._epolls.keys()  # of others it is not known
+        self.closed = bool(loops) and loops.keys() == self._epolls.keys()  # not known while a loop's epoll is missing
         return sum(self._shut_down(fd, watched, store_port, pairs) for fd in sockets)
 
     def _shut_down(self, fd: int, by_gloo: Mapping[_Watched, bool], store_port: int | None, pairs: int) -> bool:
         try:
             with socket.socket(fileno=os.dup(fd)) as one:
-                # Gloo may have closed its own meanwhile, and somebody else have opened one with that number.
+                # Gloo may have closed its socket meanwhile, and somebody else may have opened one with the same number.
                 watched = by_gloo.get((fd, os.fstat(one.fileno()).st_ino))
                 if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
                     return False
                 if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    # Not shut down: gloo ends the process when it cannot accept.
+                    # A listener is not shut down, because gloo ends the process when it cannot accept.
                     if watched is not None:
                         _connect_and_hang_up(one, pairs)
                     return False
@@ -102,7 +102,8 @@ class PeerConnections:
         return True
 
     def _is_old(self, connection: socket.socket) -> bool:
-        """A client of a store that is just being made would try again, after longer and longer waits."""
+        """True when a store connection has existed long enough to be connected. A client that is interrupted while it
+        still connects would retry with longer and longer pauses."""
         now = time.monotonic()
         return now - self._seen.setdefault(os.fstat(connection.fileno()).st_ino, now) >= _STORE_CONNECT_TIMEOUT_S
 
@@ -117,8 +118,8 @@ def _sockets() -> list[int]:
 
 
 def _loops() -> dict[str, int | None]:
-    """Of each thread of gloo, the file descriptor that it waits on; it is in ``epoll_wait`` nearly always. None: not
-    now, or the kernel does not say."""
+    """Id of each gloo thread -> the epoll file descriptor that it waits on; None: it does not wait at this moment,
+    though it nearly always does, or the kernel does not show it."""
     found: dict[str, int | None] = {}
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # a thread that ends
@@ -136,8 +137,8 @@ def _epoll_of(task: Path) -> int | None:
 
 
 def _watched(epoll: int) -> dict[_Watched, bool]:
-    """Whether an event of theirs is waited for: not where one was waited for and came, as from those who have only said
-    a number and hung up."""
+    """Sockets that an epoll watches -> whether it still waits for an event of theirs. It does not for a one-shot event
+    that has come, as from a connection that only sent a pair number and hung up."""
     try:
         lines = Path(f"/proc/self/fdinfo/{epoll}").read_text().splitlines()
     except OSError:

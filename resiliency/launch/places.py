@@ -1,6 +1,6 @@
-"""What the monitor of a host wants of its launcher: a place in a job, none, or the end. Pure.
+"""What the monitor of a host wants of its launcher: that it takes a place in a job, takes none, or ends. Pure.
 
-Level-triggered, as everything that a supervisor says: being told twice, or late, changes nothing.
+Messages are level-triggered, like all that a supervisor sends: receiving one twice, or late, changes nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["REPORT_S", "Orders", "Place", "Wish"]
 
-#: Seconds between two reports of a launcher of how far its ranks are; its monitor passes on the newest one.
+#: Seconds between two progress reports of a launcher about its ranks; its monitor passes on the newest one.
 REPORT_S = 0.25
 
 _MOST_PORT = 65535
@@ -20,14 +20,15 @@ _MOST_PORT = 65535
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where this host stands in an epoch of a workload.
+    """The place of this host in one epoch of a workload.
 
     Attributes:
-        epoch: from 1; ranks of an earlier one are superseded.
-        node_rank: of this host, below ``nodes``.
-        master: "address:port" of the epoch's store; "": node rank 0 has not said it yet.
-        replicas, replicas_before: of data parallelism, in this epoch and in the one before; 0: not said, or none.
-        replace: global ranks, of the epoch before, that are killed and not told to leave: they hang.
+        epoch: counted from 1; ranks of an earlier epoch are superseded.
+        node_rank: of this host, less than ``nodes``.
+        master: "address:port" of the epoch's store; "": the host of node rank 0 has not reported it yet.
+        replicas, replicas_before: number of data parallel replicas in this epoch and in the previous one; 0: unknown,
+            or none.
+        replace: global ranks of the previous epoch that hang, and are killed instead of told to leave.
     """
 
     epoch: int
@@ -41,7 +42,7 @@ class Place:
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> Place:
-        """Raises: ValueError: a field is missing or makes no sense; the error names it."""
+        """Reads a place from a message. Raises: ValueError: a field is missing or invalid; the error names it."""
         place = cls(
             epoch=_whole(message, "epoch", 1),
             node_rank=_whole(message, "node_rank", 0),
@@ -61,10 +62,10 @@ class Place:
         return place
 
     def address(self) -> tuple[str, int]:
-        """Of the store.
+        """Host and port of the epoch's store.
 
         Raises:
-            ValueError: ``master`` is none.
+            ValueError: ``master`` is not an address and a port.
         """
         host, _, port = self.master.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) <= _MOST_PORT:
@@ -93,21 +94,21 @@ def _ranks(value: Any) -> tuple[int, ...]:
 
 
 class Wish(enum.Enum):
-    """The kind of the monitor's last word."""
+    """What the monitor's last message asked for."""
 
-    UNKNOWN = enum.auto()  # it has said nothing yet
+    UNKNOWN = enum.auto()  # no message yet
     PLACE = enum.auto()
     NO_PLACE = enum.auto()
     COMPLETED = enum.auto()
 
 
 class Orders:
-    """The newest word of the monitor, beside what this launcher has done. Thread: one.
+    """The monitor's newest request, and the place that this launcher has taken. Thread: one.
 
     Attributes:
-        wish: its kind.
-        place: the newest that was given; of a :attr:`wish` for none, the one before.
-        current: the one whose ranks were started last; None: none yet.
+        wish: the kind of the newest request.
+        place: the newest place that was given; it stays when a later :attr:`wish` is for none.
+        current: the place whose ranks were started last; None: none yet.
     """
 
     def __init__(self) -> None:
@@ -122,23 +123,24 @@ class Orders:
 
     @property
     def is_to_start(self) -> bool:
-        """A place is given of which no ranks were started yet."""
+        """True when the newest place's ranks have not been started yet."""
         return self.wish is Wish.PLACE and self.place is not None and self.place.epoch > self.taken
 
     @property
     def ends_ranks(self) -> bool:
-        """Ranks that run are to end: another place is to be taken, or none."""
+        """True when running ranks must end: another place is to be taken, or none."""
         return self.is_to_start or self.wish in (Wish.NO_PLACE, Wish.COMPLETED)
 
     def give(self, place: Place) -> bool:
-        """False when the place is of the past, and nothing changes."""
+        """Takes a place from the monitor; returns False, and changes nothing, when its epoch is older than the newest
+        one."""
         newest = self.place.epoch if self.place is not None else 0
         if place.epoch < newest:
             return False
         if place.epoch > newest:
             self.place = place
         elif self.place is not None and self.place.epoch > self.taken and place.master:
-            self.place = place  # the same, with an address that was not known before
+            self.place = place  # the same epoch, now with the address of its store
         self.wish = Wish.PLACE
         return True
 
@@ -149,7 +151,7 @@ class Orders:
         self.wish = Wish.COMPLETED
 
     def start(self) -> Place:
-        """The place is taken: its ranks are started."""
+        """Records that the ranks of the newest place are started, and returns that place."""
         assert self.place is not None
         self.current = self.place
         return self.place

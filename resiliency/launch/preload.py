@@ -1,4 +1,4 @@
-"""Which modules a zygote imports: the slow ones that the script, or a file beside it, imports by name."""
+"""Decides which modules a zygote imports: the slow ones that the script, or a file beside it, imports by name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from resiliency.launch.fresh import ScriptCommand
 
 __all__ = ["modules_to_preload"]
 
-#: May be imported in advance: they start no thread, and decide nothing by what the script has set before.
+#: Modules that may be imported in advance: they start no thread, and do not depend on what a script sets before it
+#: imports them.
 _KNOWN = ("numpy", "torch", "torchmetrics", "lightning", "pytorch_lightning", "resiliency")
-#: What torch and Lightning import in the first training of a process.
+#: Modules that torch and Lightning import only during the first training of a process.
 _LATER = (
     "torch.profiler",
     "torch._dynamo",
@@ -30,7 +31,7 @@ _MAX_FILES = 200
 
 
 def modules_to_preload(command: ScriptCommand, cwd: str) -> list[str]:
-    """Names of installed modules, in the order in which they are to be imported. Reads source files, imports none."""
+    """Names of installed modules, in import order. Reads source files, imports nothing."""
     folder = command.import_folder(cwd)
     path = [folder, *sys.path]
     own = command.target.partition(".")[0] if command.is_module else ""
@@ -46,7 +47,7 @@ def modules_to_preload(command: ScriptCommand, cwd: str) -> list[str]:
         modules += _LATER
     modules += [module for top, module in _LIGHTNING.items() if top in tops]
     if "resiliency" in tops:
-        modules += ["resiliency.agent.server"]  # a process of its own, forked as well
+        modules += ["resiliency.agent.server"]  # the agent's process is forked from the zygote as well
     if "resiliency" in tops and tops & set(_LIGHTNING):
         modules += ["resiliency.callbacks.model_checkpoint"]
     elif "resiliency" in tops:
@@ -55,7 +56,8 @@ def modules_to_preload(command: ScriptCommand, cwd: str) -> list[str]:
 
 
 def _imported(files: list[str], folder: str, own: str) -> Iterator[str]:
-    """Names imported anywhere in files, and in what they import from their folder or their own package."""
+    """Names of modules imported anywhere in the files, and in the files that these import from their folder or their
+    own package."""
     seen: set[str] = set()
     waiting = list(files)
     while waiting and len(seen) < _MAX_FILES:
@@ -64,7 +66,7 @@ def _imported(files: list[str], folder: str, own: str) -> Iterator[str]:
             continue
         seen.add(path)
         names: list[str] = []
-        with suppress(OSError, SyntaxError, ValueError):  # the script's own run says what is wrong with it
+        with suppress(OSError, SyntaxError, ValueError):  # running the script will report the error
             with open(path, "rb") as file:
                 names = list(_names(ast.parse(file.read())))
         for name in names:
@@ -76,7 +78,7 @@ def _imported(files: list[str], folder: str, own: str) -> Iterator[str]:
 
 
 def _source(name: str, path: Sequence[str]) -> str:
-    """The file of a module, empty when there is none. Imports nothing, not even the packages above it."""
+    """Source file of a module; "" when there is none. Imports nothing, not even parent packages."""
     places: Sequence[str] | None = path
     spec = None
     above = ""

@@ -1,4 +1,4 @@
-"""Processes that are watched and ended by their pidfd, which means one process for ever, unlike a number."""
+"""Watches and ends processes by pidfd, which means the same process for ever, whereas process ids are reused."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ __all__ = [
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-#: For a process to end after SIGKILL; longer only in uninterruptible sleep.
+#: Seconds for a process to end after SIGKILL; it takes longer only in uninterruptible sleep.
 _KILL_TIMEOUT_S = 5.0
-#: Children whose exit status somebody waits for, by process id; those that were waited for stay until the number is
-#: given to another.
+#: Process id -> child whose exit status its starter collects; entries stay after that until :func:`mark_own` cleans up.
 _own: dict[int, ForkedProcess | subprocess.Popen[Any]] = {}
 
 
 def become_subreaper() -> None:
-    """From now on orphans among this process's descendants become its children, so that it can wait for them.
+    """From now on orphaned descendants of this process become its children, so that it can wait for them.
 
     Raises:
         OSError: the kernel refuses.
@@ -44,11 +43,11 @@ def become_subreaper() -> None:
 
 
 def end_with_parent(number: int) -> None:
-    """From now on this process gets a signal when the thread that has forked it ends. One that has ended before is not
-    noticed: look at ``os.getppid`` afterwards. A fork of this process gets none.
+    """From now on this process gets a signal when the thread that forked it ends. It gets none if that thread has ended
+    already: check ``os.getppid`` afterwards. Forks of this process do not inherit this.
 
     Args:
-        number: of the signal; 0: no signal any more.
+        number: the signal; 0: none any more.
 
     Raises:
         OSError: the kernel refuses.
@@ -64,12 +63,12 @@ def _prctl(option: int, argument: int) -> None:
 
 
 class ForkedProcess:
-    """A child of this process that :class:`subprocess.Popen` did not start, with the part of its interface that
+    """A child of this process that :class:`subprocess.Popen` did not start, with the part of Popen's interface that
     torch's launcher uses. Thread: one.
 
     Attributes:
-        pid: of the process and of its process group.
-        pidfd: readable when the process has ended.
+        pid: id of the process and of its process group.
+        pidfd: becomes readable when the process ends.
         returncode: None while it runs; negative when a signal ended it.
     """
 
@@ -80,7 +79,11 @@ class ForkedProcess:
         mark_own(self)
 
     def poll(self) -> int | None:
-        """The return code; None while it runs."""
+        """The return code; None while it runs. After a failure, blocks up to 5 s until the rest of its group has ended.
+
+        Raises:
+            ResiliencyError: something else in this process took the exit status.
+        """
         if self.returncode is None:
             try:
                 ended = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -91,8 +94,8 @@ class ForkedProcess:
             if ended is not None:
                 code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
                 if code:
-                    # What a failed process leaves in its group may hold a GPU or a port that the next one needs. While
-                    # its exit status is not taken, the number means this group.
+                    # Other processes of its group may hold a GPU or a port that the next attempt needs. Until its exit
+                    # status is collected, the id cannot be reused, so it means this group.
                     with suppress(ProcessLookupError, PermissionError):
                         os.killpg(self.pid, signal.SIGKILL)
                 os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED)
@@ -103,10 +106,10 @@ class ForkedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The return code. Blocks: until it has ended, up to ``timeout`` seconds.
+        """The return code. Blocks: until the process has ended, at most ``timeout`` seconds; None: without limit.
 
         Raises:
-            subprocess.TimeoutExpired: it runs still.
+            subprocess.TimeoutExpired: it still runs.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.poll() is None:
@@ -118,7 +121,7 @@ class ForkedProcess:
         return self.returncode
 
     def _wait_for_orphans(self) -> None:
-        """A kill takes effect later. Blocks: up to 5 s."""
+        """Waits for the killed members of the process's group, because a kill takes effect later. Blocks: up to 5 s."""
         deadline = time.monotonic() + _KILL_TIMEOUT_S
         while (members := self._orphans()) and time.monotonic() < deadline:
             for child in members:
@@ -129,7 +132,8 @@ class ForkedProcess:
                     os.waitpid(child, os.WNOHANG)
 
     def _orphans(self) -> list[int]:
-        """Of the process's group, one generation at a time: orphans become children of this process."""
+        """Adopted members of the process's group. When one ends, its children become orphans, and appear in the next
+        call."""
         found = []
         for pid in _adopted():
             with suppress(ProcessLookupError):
@@ -138,14 +142,15 @@ class ForkedProcess:
         return found
 
     def send_signal(self, number: int) -> None:
-        """To the process alone. No error when it has ended."""
+        """Sends a signal to the process, not its group. Does nothing when it has ended."""
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
 
 
 def wait_for_any(pidfds: Iterable[int], timeout_s: float | None) -> None:
-    """Blocks until one of the processes has ended, or for ``timeout_s``; a handled signal may end it earlier."""
+    """Blocks until one of the processes has ended, or ``timeout_s`` has passed; a handled signal may end the wait
+    early."""
     poller = select.poll()
     for fd in pidfds:
         poller.register(fd, select.POLLIN)
@@ -154,7 +159,7 @@ def wait_for_any(pidfds: Iterable[int], timeout_s: float | None) -> None:
 
 @contextmanager
 def pidfds_of(processes: Sequence[ForkedProcess | subprocess.Popen[Any]]) -> Iterator[list[int]]:
-    """A file descriptor for each process that runs, readable when it has ended."""
+    """A pidfd for each process, readable when it has ended; those opened here are closed at exit."""
     opened: list[int] = []
     found: list[int] = []
     try:
@@ -162,7 +167,7 @@ def pidfds_of(processes: Sequence[ForkedProcess | subprocess.Popen[Any]]) -> Ite
             if isinstance(process, ForkedProcess):
                 found.append(process.pidfd)
             else:
-                # Its number means this process until somebody polls it.
+                # Its id cannot be reused until somebody polls it.
                 opened.append(os.pidfd_open(process.pid))
         yield found + opened
     finally:
@@ -171,28 +176,28 @@ def pidfds_of(processes: Sequence[ForkedProcess | subprocess.Popen[Any]]) -> Ite
 
 
 def is_stopped(pid: int) -> bool:
-    """True when a signal or a debugger has stopped the process; False also when it is gone."""
+    """True when a signal or a debugger has stopped the process; False otherwise, also when it is gone."""
     with suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] in "tT"
     return False
 
 
 def mark_own(process: ForkedProcess | subprocess.Popen[Any]) -> None:
-    """Says that somebody waits for a child: :func:`reap_others` leaves its exit status to it."""
+    """Records that somebody waits for this child, so that :func:`reap_others` does not take its exit status."""
     for pid in [pid for pid, known in _own.items() if known.returncode is not None]:
         del _own[pid]
     _own[process.pid] = process
 
 
 def reap_others() -> None:
-    """Takes the exit status of adopted orphans that have ended."""
+    """Collects the exit status of adopted orphans that have ended. Blocks: no."""
     for pid in _adopted():
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 
 
 def _adopted() -> set[int]:
-    """Children that nobody here has started."""
+    """Process ids of children that no code of this process has started or still waits for."""
     children: set[int] = set()
     for task in os.listdir("/proc/self/task"):
         with suppress(OSError), open(f"/proc/self/task/{task}/children") as file:

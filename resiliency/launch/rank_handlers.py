@@ -1,4 +1,4 @@
-"""What torch's launcher sees of the processes of ranks: handlers that it makes, asks and closes."""
+"""Handlers through which torch's launcher sees the processes of ranks: it makes, asks and closes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from resiliency.launch.processes import mark_own
 
 __all__ = ["Kept", "RankHandler", "StillRunning", "handlers_made_by", "kill_group"]
 
-#: Longer only in uninterruptible sleep.
+#: Seconds for a process to end after SIGKILL; it takes longer only in uninterruptible sleep.
 _KILL_TIMEOUT_S = 5.0
 
 
@@ -25,7 +25,7 @@ class RankStarter(Protocol):
 
 
 class RankHandler(SubprocessHandler):
-    """Torch's, around a process that the agent gives it if there is one."""
+    """Torch's handler, around a process that the agent provides, or else one that torch starts."""
 
     def __init__(self, agent: RankStarter, *arguments: Any, **named: Any) -> None:
         self._agent = agent
@@ -40,11 +40,11 @@ class RankHandler(SubprocessHandler):
         return process
 
     def start_again(self) -> None:
-        """Another process in the place of one that has ended."""
+        """Starts another process in place of the one that has ended."""
         self.proc = self._popen(*self._command)
 
     def goes_on(self) -> None:
-        """The process is no longer of this attempt."""
+        """Tells torch that the rank has ended well, while its process goes on to the next attempt."""
         self.proc = cast(Any, Kept(self.proc.pid))
         for file in (self._stdout, self._stderr):
             if file is not None:
@@ -52,7 +52,7 @@ class RankHandler(SubprocessHandler):
 
 
 class Kept:
-    """What torch sees of a process that goes on: one that has ended well."""
+    """Stands in, for torch, for a process that goes on to the next attempt: looks as if it had ended with status 0."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -65,7 +65,7 @@ class Kept:
 
 
 class StillRunning:
-    """A process that was seen running: it runs for torch until torch has waited for its end."""
+    """Stands in for a process that was seen running: ``poll`` says so until torch has waited for its end."""
 
     def __init__(self, process: Any) -> None:
         self.process = process
@@ -82,7 +82,7 @@ class StillRunning:
 
 
 def kill_group(process: Any) -> None:
-    """Ends a rank and its process group. Blocks: up to 5 s."""
+    """Kills a rank and its process group. Does nothing when the rank has ended. Blocks: up to 5 s."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -92,7 +92,7 @@ def kill_group(process: Any) -> None:
 
 @contextmanager
 def handlers_made_by(make: Callable[..., SubprocessHandler]) -> Iterator[None]:
-    """Torch looks this function up when it starts ranks."""
+    """Replaces, within the context, the function that torch looks up to make handlers when it starts ranks."""
     module: Any = multiprocessing.api
     before = module.get_subprocess_handler
     module.get_subprocess_handler = make

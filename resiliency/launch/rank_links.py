@@ -1,4 +1,4 @@
-"""The launcher's side of its connections to ranks that can go on in their process when a peer is gone."""
+"""The launcher's side of its connections to ranks: orders to leave or start an attempt, heartbeats, and requests."""
 
 from __future__ import annotations
 
@@ -24,30 +24,31 @@ logger = logging.getLogger(__name__)
 
 _UCRED = struct.Struct("3i")  # process, user and group id
 _BACKLOG = 256
-#: For a rank that waits for its next attempt to begin it. Longer only on a machine that is busy.
+#: Seconds for a rank that waits for its next attempt to begin it; a busy machine may need more.
 _BEGIN_S = 5.0
 
 
 @dataclass(kw_only=True)
 class RankLink:
-    """A process of a rank that has something to say.
+    """One connection from a process of a rank.
 
     Attributes:
         pid: of the process that has connected.
         group: its process group, which the launcher has made for the rank.
-        socket: to the rank.
-        joined: it can go on when another rank has died.
-        given: number of the start that it was given last; None: the one that made its process.
-        left: number of the start that it was told to leave last; below -1: none.
-        deadline: monotonic seconds by which it must have begun again after it was told to leave; None: it has.
-        within_s: how long it was given to leave.
-        lost_peer_s: monotonic seconds when it said that a peer is gone from what it was given last; None: it has not.
-        error: with which it has noticed that.
-        finished: it has ended for good, with the launcher's consent.
-        closed: it cannot be reached any more.
-        page: its heartbeat.
-        saves: which save is wanted of it, and which it has made.
-        work: what its own work has taken.
+        socket: connected to the process.
+        joined: the process can go on when another rank has died.
+        given: number of the start that it was given last; None: only the start that made its process.
+        left: number of the start that it was told to leave last; less than -1: none.
+        deadline: monotonic seconds by which it must begin its next attempt after it was told to leave; None: it has
+            begun, or was not told.
+        within_s: seconds that it was given to leave.
+        lost_peer_s: monotonic seconds when it reported a lost peer in its current start; None: it has not.
+        error: text of the error by which it noticed the lost peer.
+        finished: it has finished for good, and the launcher has agreed.
+        closed: the connection has ended.
+        page: its heartbeat page; None: it has sent none.
+        saves: the words on that page for wanted and committed saves.
+        work: the words on that page for its own work.
     """
 
     pid: int
@@ -68,18 +69,19 @@ class RankLink:
 
 
 class RankLinks:
-    """Thread: one. A rank connects to :attr:`address`, which is in its environment; there is no file of it.
+    """Accepts and serves the connections. Thread: one. A rank connects to :attr:`address`, an abstract unix socket
+    without a file, which it finds in its environment.
 
-    Messages of ranks: ``inside`` (it has begun the function), ``lost_peer`` (it has an error that looks like that, and
-    waits for ``leave`` or ``no_restart``), ``finished`` (answered with ``exit`` unless it was told to leave),
-    ``heartbeat`` (with its page), ``log`` (where the event log is), ``fork`` (see
+    Messages from ranks: ``inside`` (it has entered the restartable function), ``lost_peer`` (it has an error that looks
+    like a lost peer, and waits for ``leave`` or ``no_restart``), ``finished`` (answered with ``exit`` unless it was
+    told to leave), ``heartbeat`` (with its page), ``log`` (folder of the event log), ``fork`` (see
     :mod:`~resiliency.launch.forked_function`). Messages to ranks: ``leave``, ``start`` (with an environment and two
-    files for output), ``no_restart`` (nobody is told to leave any more). Each carries the number of a start of the
-    ranks of this host; -1 is the start that made the process.
+    files for output), ``no_restart`` (no rank will be told to leave any more), ``exit``. Each carries the number of a
+    start of this host's ranks; -1 is the start that made the process.
 
     Args:
-        fork: does what ``fork`` asks for, with its files.
-        log: takes what ``log`` says.
+        fork: called with each ``fork`` message and its file descriptors.
+        log: called with each ``log`` message.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class RankLinks:
     ) -> None:
         self._fork = fork
         self._log = log
-        # A name without a file: nothing is left behind by a launcher that is killed.
+        # An abstract name: a launcher that is killed leaves no file behind.
         self.address = f"resiliency-run-{os.getpid()}-{secrets.token_hex(8)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind("\0" + self.address)
@@ -96,11 +98,11 @@ class RankLinks:
         self._links: list[RankLink] = []
 
     def fds(self) -> list[int]:
-        """Readable when :meth:`serve` has something to do."""
+        """File descriptors that are readable when :meth:`serve` has something to do."""
         return [self._listener.fileno(), *(link.socket.fileno() for link in self._links if not link.closed)]
 
     def serve(self) -> None:
-        """Takes what ranks have sent. Blocks: no."""
+        """Accepts connections, and handles the messages received. Blocks: no."""
         with suppress(BlockingIOError):
             while True:
                 self._accept(self._listener.accept()[0])
@@ -124,7 +126,11 @@ class RankLinks:
         self._links.append(RankLink(pid=pid, group=group, socket=connection))
 
     def _take(self, link: RankLink) -> bool:
-        """False when the rank has closed its end."""
+        """Handles one message; False when the connection has ended.
+
+        Raises:
+            BlockingIOError: there is no message.
+        """
         try:
             received = receive(link.socket)
         except BlockingIOError:
@@ -158,7 +164,7 @@ class RankLinks:
             link.page = mmap.mmap(fds[0], PAGE_BYTES)
             link.saves, link.work = SaveWords(link.page), WorkWords(link.page)
         elif message["number"] <= link.left:
-            return  # it did not know yet that it is to leave
+            return  # the rank sent it before it read that it is to leave
         elif message["kind"] == "inside":
             link.joined, link.deadline = True, None
         elif message["kind"] == "lost_peer":
@@ -169,23 +175,26 @@ class RankLinks:
             self._send(link, {"kind": "exit", "number": message["number"]})
 
     def link_of(self, group: int) -> RankLink | None:
-        """Of the rank that has this process group, if it can go on."""
+        """The link of the rank with this process group; None when it has none, or cannot go on in its process."""
         for link in self._links:
             if link.group == group and link.joined and not (link.finished or link.closed):
                 return link
         return None
 
     def leaving(self, group: int) -> RankLink | None:
-        """Of the rank that has this process group, if it was told to leave and has not begun again, lost or not."""
+        """The link of the rank with this process group if it was told to leave and has not begun its next attempt, even
+        when the connection is lost; else None."""
         for link in self._links:
             if link.group == group and link.deadline is not None:
                 return link
         return None
 
     def heartbeat_of(self, group: int) -> tuple[int, Page] | None:
-        """Of the rank that has this process group, with the process that beats: another one than the first of the
-        group where a script of the user's has started it. Where the first one beats, what it has started does not
-        count, also when that came first."""
+        """The process that beats for the rank with this process group, and its page; None: there is none.
+
+        When several processes of the group beat, the group's first one counts, whoever connected first. Another one
+        counts only where the user's script has started the process that trains.
+        """
         found = [(link.pid, link.page) for link in self._links if link.group == group and not link.closed]
         beating = [(pid, page) for pid, page in found if page is not None]
         if not beating:
@@ -194,37 +203,39 @@ class RankLinks:
         return pid, Page.read(page)
 
     def want_save(self, group: int, step: int) -> bool:
-        """Has the rank that has this process group save after this many optimizer steps. False: nothing in it looks for
-        what is wanted. Blocks: no."""
+        """Asks the rank with this process group to save after this many optimizer steps. False: nothing in that rank
+        looks for wanted saves. Blocks: no."""
         found = [link.saves for link in self._links if link.group == group and link.saves is not None]
         for saves in found:
             saves.want(step)
         return any(saves.is_looked_for for saves in found)
 
     def newest_committed(self, group: int) -> int:
-        """The newest step of which the rank that has this process group knows a committed save; -1: none."""
+        """The newest optimizer step that the rank with this process group knows to be committed; -1: none."""
         found = [link.saves for link in self._links if link.group == group and link.saves is not None]
         return max((saves.newest_committed() for saves in found), default=-1)
 
     def own_work(self, group: int) -> tuple[float, int]:
-        """Seconds of its own work of the rank that has this process group, and in how many steps; 0 steps: it does not
+        """(Seconds of own work, steps that they cover) of the rank with this process group; 0 steps: it does not
         measure it."""
         found = [link.work.read() for link in self._links if link.group == group and link.work is not None]
         return max(found, key=lambda one: one[1], default=(0.0, 0))
 
     def lost_peer(self, group: int) -> tuple[float, str] | None:
-        """When the rank that has this process group said that it has lost a peer, and its error; None: it has not."""
+        """When (monotonic seconds) the rank with this process group reported a lost peer, and its error; None: it has
+        not."""
         link = self.link_of(group)
         return None if link is None or link.lost_peer_s is None else (link.lost_peer_s, link.error)
 
     def say_no_restart(self) -> None:
-        """Tells all ranks that no restart follows: those that have lost a peer end with its error. Blocks: no."""
+        """Tells all ranks that no restart follows, so that those that have lost a peer end with its error. Blocks:
+        no."""
         for link in [link for link in self._links if link.joined and not link.closed]:
             link.lost_peer_s = None
             self._send(link, {"kind": "no_restart", "number": -1 if link.given is None else link.given})
 
     def tell_to_leave(self, link: RankLink, *, within_s: float) -> bool:
-        """Asks a rank to leave what it was given last; False when it cannot be reached. Blocks: no."""
+        """Tells a rank to leave its current start; False when it cannot be reached. Blocks: no."""
         link.left, link.lost_peer_s = (-1 if link.given is None else link.given), None
         if link.deadline is None:
             link.deadline, link.within_s = time.monotonic() + within_s, within_s
@@ -234,12 +245,12 @@ class RankLinks:
         """Gives a rank that was told to leave its next attempt; False when it cannot be reached. Blocks: no.
 
         Args:
-            number: of this start, larger than that of the one before.
+            number: of this start, larger than the previous one.
         """
         link.given = number
         if link.saves is not None:
             link.saves.want(-1)
-        if link.deadline is not None:  # it may have left long ago, and waited for hosts or for a pause to end
+        if link.deadline is not None:  # it may have left long ago, and waited for hosts or for a delay
             link.deadline = max(link.deadline, time.monotonic() + min(link.within_s, _BEGIN_S))
         return self._send(link, {"kind": "start", "number": number, "environment": dict(environment)}, output)
 
@@ -253,26 +264,27 @@ class RankLinks:
         return True
 
     def _lose(self, link: RankLink) -> None:
-        """Closes a connection. A rank that was to begin again is remembered until its place is taken."""
+        """Closes a connection. The link of a rank that was told to leave is kept until a new process replaces the
+        rank."""
         link.closed = True
         link.socket.close()
         if link.deadline is None:
             self.drop(link)
 
     def forget(self, group: int) -> None:
-        """Drops all connections of a rank that has ended."""
+        """Drops all connections of the rank with this process group, which has ended."""
         for link in [link for link in self._links if link.group == group]:
             self.drop(link)
 
     def drop(self, link: RankLink) -> None:
-        """Forgets a rank. Idempotent."""
+        """Closes and removes a link. Idempotent."""
         if link in self._links:
             self._links.remove(link)
             link.closed = True
             link.socket.close()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the listener and all connections. Idempotent."""
         for link in list(self._links):
             self.drop(link)
         self._listener.close()

@@ -1,4 +1,4 @@
-"""What can be seen of ranks from outside, whatever they do: their heartbeats, and whether a signal has stopped them."""
+"""Observes ranks from outside, without their cooperation: their heartbeats, and whether a signal has stopped them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from resiliency.launch.rank_links import RankLinks
 
 __all__ = ["STACKS_S", "RankSights", "ask_for_stacks"]
 
-#: Of the seconds between two looks, so many at most count.
+#: Most seconds that one interval between two looks adds to the time a process counts as stopped.
 _LONGEST_LOOK_S = 2.0
-#: For ranks to write their stacks; nothing tells when they have.
+#: Seconds that ranks get to write their stacks; nothing tells when they have.
 STACKS_S = 1.0
 
 
 class RankSights:
-    """Looks at ranks again and again. Thread: one.
+    """Observes the same ranks repeatedly. Thread: one.
 
     Args:
         links: to the ranks.
@@ -30,15 +30,15 @@ class RankSights:
 
     def __init__(self, links: RankLinks) -> None:
         self._links = links
-        #: For how long processes were seen stopped, by their ids, and when it was looked last.
+        #: Process id -> seconds for which it was seen stopped; and the monotonic time of the last look.
         self._stopped_s: dict[int, float] = {}
         self._looked_s = time.monotonic()
 
     def look(self, processes: Mapping[int, Any]) -> tuple[dict[int, Seen], dict[int, int]]:
-        """What is seen of each rank, and the process that beats. Blocks: no.
+        """What was found of each rank, and the id of the process that beats for it, by global rank. Blocks: no.
 
         Args:
-            processes: of this host that run, by rank.
+            processes: running processes of this host, by global rank.
         """
         now = time.monotonic()
         seen: dict[int, Seen] = {}
@@ -61,8 +61,8 @@ class RankSights:
         return seen, pids
 
     def _seen_stopped(self, pid: int, now: float) -> float:
-        """For how long a process was seen stopped at every look. What lies between two looks counts little: this
-        process may have been stopped, too."""
+        """Seconds for which a process was found stopped at every look. One interval between looks adds 2 s at most,
+        because this process may have been stopped, too."""
         if is_stopped(pid):
             self._stopped_s[pid] = self._stopped_s.get(pid, 0.0) + min(now - self._looked_s, _LONGEST_LOOK_S)
         else:
@@ -71,11 +71,11 @@ class RankSights:
 
 
 def ask_for_stacks(links: RankLinks, processes: Mapping[int, Any]) -> None:
-    """Has ranks write the stacks of their threads to their standard error. Blocks: no; they take up to a second."""
+    """Makes ranks write the stacks of their threads to their standard error. Blocks: no; they take up to a second."""
     for process in processes.values():
         heartbeat = links.heartbeat_of(process.pid)
-        if heartbeat is None:  # it has no handler, and the signal would end it
+        if heartbeat is None:  # it has no handler for the signal, which would end it
             continue
         with suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(heartbeat[0]) == process.pid:  # its number was not given to another
+            if os.getpgid(heartbeat[0]) == process.pid:  # the process id was not reused
                 os.kill(heartbeat[0], STACKS_SIGNAL)

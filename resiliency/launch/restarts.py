@@ -1,4 +1,4 @@
-"""When the next attempt begins, and what is said of the one that failed. Pure."""
+"""Decides when the next attempt begins, and words the log messages about the one that failed. Pure."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class RankFailure:
 
     Attributes:
         exit_code: negative when a signal ended it.
-        timestamp: seconds since 1970, of its error file, or of when its end was noticed.
-        seen_first: its end was there when the launcher looked for the first time after the first end of all.
-        log: path of its standard error; empty when nobody keeps it.
-        hung: the launcher has killed it for that.
+        timestamp: seconds since the epoch, from its error file, or when its end was noticed.
+        seen_first: its end was seen in the launcher's first look after the first rank's end.
+        log: path of its standard error; "" when it is not kept.
+        hung: the launcher has killed it because it hung.
     """
 
     rank: int
@@ -34,10 +34,10 @@ class RankFailure:
 
 
 def delay_before_restart(lengths_s: Sequence[float], *, quick_s: float) -> float:
-    """Seconds to wait before the next attempt, by the lengths of all attempts so far.
+    """Seconds to wait before the next attempt, from the lengths of all attempts so far in seconds.
 
-    The first restart is immediate, and so is each after an attempt that ran for a while. Attempts in a row that fail
-    sooner than ``quick_s`` are a crash loop: 1, 2, 4, up to 60 seconds.
+    The first restart is immediate, and so is each one after an attempt that ran for at least ``quick_s``. Consecutive
+    attempts that failed sooner are a crash loop: their delays are 1, 2, 4, up to 60 seconds.
     """
     quick = 0
     for length_s in reversed(lengths_s):
@@ -48,10 +48,10 @@ def delay_before_restart(lengths_s: Sequence[float], *, quick_s: float) -> float
 
 
 def first_failure(failures: Mapping[int, RankFailure]) -> RankFailure:
-    """The rank that failed by itself: the others fail because a peer is gone, or are told to end (SIGTERM)."""
+    """The rank that failed by itself; the others fail because a peer is gone, or because SIGTERM told them to end."""
 
     def order(failure: RankFailure) -> tuple[bool, int, float, int]:
-        # Of several ends that a launcher that was busy has seen at once, one by a signal is not because of a peer.
+        # When a busy launcher sees several ends at once: a rank that a signal ended did not fail because of a peer.
         kind = 2 if failure.exit_code == -signal.SIGTERM else 0 if failure.exit_code < 0 else 1
         return not failure.seen_first, kind, failure.timestamp, failure.rank
 
@@ -67,11 +67,11 @@ def failure_text(
     last_lines: Sequence[str],
     staying: int = 0,
 ) -> str:
-    """What is said of an attempt that failed.
+    """The log message about an attempt that failed.
 
     Args:
         restarts_left: None: somebody else decides what follows.
-        staying: ranks of this host that go on in their processes.
+        staying: number of ranks of this host whose processes go on.
     """
     how = f"exited with {failure.exit_code}"
     if failure.exit_code < 0:
@@ -90,12 +90,12 @@ def failure_text(
 
 
 def lost_peer_text(errors: Mapping[int, str], *, ended: Sequence[int], within_s: float, one_host: bool) -> str:
-    """What is said when ranks have lost a peer and wait, and none has failed.
+    """The log message when ranks have lost a peer and wait, and no rank of this host has failed.
 
     Args:
-        errors: of the ranks of this host that have lost one, with their tracebacks.
+        errors: by rank of this host that has lost a peer, its error with the traceback.
         ended: ranks of this host that have ended with status 0.
-        within_s: for how long no rank has failed since.
+        within_s: seconds without a failed rank since then.
     """
     text = f"{_ranks(errors)} lost a peer, and no rank of this host has failed within {within_s:.0f} s"
     if ended:

@@ -1,4 +1,4 @@
-"""``resiliency run``: torchrun's command line with flags of ours, run by torchrun's own code with our agent."""
+"""``resiliency run``: torchrun's command line and code, with additional flags and this library's agent."""
 
 from __future__ import annotations
 
@@ -18,30 +18,35 @@ __all__ = ["EXIT_GAVE_UP", "LocalCluster", "main"]
 
 logger = logging.getLogger(__name__)
 
-#: Takes the parser, what it has parsed, and the words before the script; gives the exit status.
+#: Runs a job with ``--spares``. Takes the parser, the parsed arguments, and the words before the script; returns the
+#: exit status.
 LocalCluster = Callable[[argparse.ArgumentParser, argparse.Namespace, Sequence[str]], int]
 #: Exit status when all restarts are used up.
 EXIT_GAVE_UP = 3
-#: Flags of torch's by which hosts find each other.
+#: Torch's flags for how hosts find each other.
 _RENDEZVOUS_FLAGS = [f"--rdzv-{name}" for name in ("backend", "endpoint", "id", "conf")]
 _RENDEZVOUS_FLAGS += ["--node-rank", "--master-addr", "--master-port", "--standalone"]
-#: Bytes of the name of an abstract unix socket.
+#: Most bytes in the name of an abstract unix socket.
 _MOST_NAME = 107
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
 def main(words: Sequence[str], *, local_cluster: LocalCluster | None = None) -> int:
-    """Runs a job on this host.
+    """Runs a job on this host. Blocks: until it has ended. Thread: main.
 
     Args:
-        words: of the command line, behind ``run``.
-        local_cluster: runs a job with ``--spares``: it has a supervisor, of which this room knows nothing.
+        words: the command line after ``run``.
+        local_cluster: runs a job with ``--spares``. It is passed in, because it needs a supervisor, and this package
+            may not import that one.
 
     Returns:
-        Exit status: 0 when every rank has finished, :data:`EXIT_GAVE_UP` when restarts were allowed and none is left,
-        :data:`~resiliency.launch.exit_codes.PREEMPTED` when the ranks were told to go and have saved and left, else 128
-        and the number of the signal that has ended the launcher. Where no restart was allowed torchrun's exception ends
-        the process, with 1.
+        Exit status: 0 when every rank has finished; :data:`EXIT_GAVE_UP` when restarts were allowed and none is left;
+        :data:`~resiliency.launch.exit_codes.PREEMPTED` when the ranks were told to go and have saved and left; else 128
+        plus the number of the signal that ended the launcher.
+
+    Raises:
+        ChildFailedError: torchrun's exception, when a rank failed and no restart was allowed; it ends the process with
+            1.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -82,17 +87,17 @@ def main(words: Sequence[str], *, local_cluster: LocalCluster | None = None) -> 
         standby=not args.no_standby,
         preload=tuple(filter(None, args.preload.split(","))),
         crash_loop_s=args.crash_loop,
-        hang_timeout_s=0.0 if supervised else args.hang_timeout,  # a supervisor compares all hosts
+        hang_timeout_s=0.0 if supervised else args.hang_timeout,  # the supervisor compares all hosts' ranks instead
         leave_timeout_s=args.leave_timeout,
         one_host=not supervised and torchrun.parse_min_max_nnodes(args.nnodes)[1] == 1,
     )
-    # Torch 2.13 keeps one store for all attempts unless this is set, and gloo connects to processes that are gone. On
-    # one host, and below a supervisor, a launcher makes a store for each attempt, which is faster.
+    # Unless this variable is set, torch 2.13 uses one store for all attempts, and gloo connects to processes that are
+    # gone. On one host, and below a supervisor, the launcher makes a store for each attempt, which is faster.
     if options.one_host or supervised:
         set_variable(_OWN_STORE, None)
     else:
         set_variable(_OWN_STORE, all_variables().get(_OWN_STORE, "1"))
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored the kernel keeps no exit status for us
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # while it is ignored, the kernel keeps no exit status
     become_subreaper()
     _name_callers_quickly()
     agents: list[StandbyAgent] = []
@@ -116,16 +121,16 @@ def main(words: Sequence[str], *, local_cluster: LocalCluster | None = None) -> 
 
 
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
-    """Torchrun's words, without a look at those of the script: argparse refuses a script's ``--h`` when two flags of
-    the launcher begin with it, though they are left to the script."""
+    """Parses torchrun's flags apart from those of the script: argparse would refuse a script's ``--h`` when two flags
+    of the launcher begin with it, although they belong to the script."""
     at = _end_of_flags(parser, words)
     if at == len(words):
-        return parser.parse_args(words)  # says what is missing, or prints the help
+        return parser.parse_args(words)  # reports what is missing, or prints the help
     script = argparse.ArgumentParser(add_help=False)
     script.add_argument("training_script")
     script.add_argument("training_script_args", nargs=argparse.REMAINDER)
     found = script.parse_args(words[at:])
-    args = parser.parse_args([*words[:at], "script"])  # in the place of the real one, which may begin with a dash
+    args = parser.parse_args([*words[:at], "script"])  # placeholder, because the real one may begin with a dash
     args.training_script, args.training_script_args = found.training_script, found.training_script_args
     return args
 
@@ -136,9 +141,9 @@ def _end_of_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-", "--"):
         found = {known[name] for name in known if name == words[at]}
-        if not found and words[at].startswith("--"):  # the beginning of a flag
+        if not found and words[at].startswith("--"):  # an abbreviated flag
             found = {known[name] for name in known if name.startswith(words[at])}
-        takes_value = any(action.nargs != 0 for action in found)  # none: it is attached, or argparse says what is wrong
+        takes_value = any(action.nargs != 0 for action in found)  # no match: "--flag=value", or argparse reports it
         at += 2 if takes_value else 1
     return at
 
@@ -232,8 +237,8 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _name_callers_quickly() -> None:
-    """Torch notes each step of a rendezvous with the name of the function that took it, and reads the sources of all
-    functions on the stack for that, twice: 0.2 s of each start, half a second where many modules are imported."""
+    """Speeds up torch's rendezvous: for each step it records the name of the calling function, for which it reads the
+    sources of all functions on the stack, twice: 0.2 s per start, half a second where many modules are imported."""
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     if hasattr(dynamic_rendezvous, "get_method_name"):
@@ -241,13 +246,14 @@ def _name_callers_quickly() -> None:
 
 
 def _method_name(depth: int = 2) -> str:
-    """Name of the function ``depth`` above this one."""
+    """Name of the function ``depth`` frames above this one."""
     return sys._getframe(depth).f_code.co_name
 
 
 @contextmanager
 def _agents_with(kind: Callable[..., Any], options: Any, made: list[Any]) -> Iterator[None]:
-    """Torch's launcher makes our agent, and adds it to ``made``."""
+    """Within the context, torch's launcher makes agents of this kind; they are added to ``made``, and closed at
+    exit."""
     from torch.distributed import launcher
 
     def make(*arguments: Any, **named: Any) -> Any:

@@ -1,10 +1,10 @@
-"""The zygote: imports what ranks need, then keeps standbys, forks of itself that become ranks when they are told to.
+"""The zygote: imports what ranks need, then keeps standbys, which are forks of itself that become ranks on request.
 
-This process runs one thread, touches no GPU and no tensor. A standby is the launcher's child, not the zygote's: it is
-forked twice, so that its end can be seen and waited for there, and so that ranks outlive the zygote. When the launcher
+The zygote runs one thread, and uses no GPU and no tensor. A standby is the launcher's child, not the zygote's: it is
+forked twice, so that the launcher can see and collect its end, and so that ranks outlive the zygote. When the launcher
 ends, the kernel ends standbys and ranks (PR_SET_PDEATHSIG).
 
-The idea of a process that has everything imported and forks is Android's zygote.
+The idea of a process that has everything imported and forks comes from Android's zygote.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = ["main"]
 
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _PID_BYTES = 8
-#: What is to be run, and file descriptors.
+#: A request to run something, and the file descriptors that came with it.
 _Request = tuple[dict[str, Any], list[int]]
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The zygote's process. Ends when the launcher closes its end, or as the rank that it has become.
+    """Runs the zygote. Returns when the launcher has closed its end, and in a fork when the rank's script has ended.
 
     Args:
         arguments: file descriptors of the control and the request socket; the launcher's process id; number of
@@ -52,28 +52,28 @@ def main(arguments: Sequence[str]) -> None:
     try:
         changed = _preload(modules)
         problem = _why_not_fork()
-    except BaseException as error:  # Boundary: a module may raise anything when it is imported; the launcher is told.
+    except BaseException as error:  # Boundary: an import may raise anything; the launcher is told.
         problem = f"a preloaded module cannot be imported: {type(error).__name__}: {error}"
     report = {"problem": problem, "seconds": time.monotonic() - began, "modules": _module_folders()}
-    with suppress(OSError):  # a launcher that is gone: the next wait ends this process
+    with suppress(OSError):  # the launcher is gone, and the next wait ends this process
         send(control, report)
     if problem:
         return
     given = _serve(control, requests, launcher, count)
     if given is not None:
-        # Here, near the bottom of the stack, because the script sees its depth.
+        # Called here, near the bottom of the stack, because the script can see the depth of its stack.
         _run(given[0], given[1], changed)
 
 
 def _preload(modules: Sequence[str]) -> dict[str, str]:
-    """Imports them; returns what they have set in the environment, as they do in any process."""
+    """Imports the modules; returns the environment variables that the imports have set, which ranks get too."""
     before = all_variables()
-    # So that a question whether there is a GPU does not touch it, which a fork could not take back.
+    # Makes torch answer whether there is a GPU without initialising CUDA, which a fork could not undo.
     set_variable(_NVML_CHECK, "1")
-    gc.disable()  # nothing that an import makes is garbage, and looking for it takes a tenth of the time
+    gc.disable()  # imports produce no garbage, and searching for it takes a tenth of the time
     for name in filter(None, modules):
         importlib.import_module(name)
-    gc.freeze()  # a collection in a rank would write to, and so copy, every page of what was imported here
+    gc.freeze()  # else a collection in a rank would write to, and so copy, every page imported here
     gc.enable()
     if _NVML_CHECK not in before and not {"lightning.fabric", "lightning_fabric"} & set(sys.modules):
         set_variable(_NVML_CHECK, None)  # Lightning sets it itself
@@ -81,7 +81,7 @@ def _preload(modules: Sequence[str]) -> dict[str, str]:
 
 
 def _why_not_fork() -> str:
-    """Why forks of this process would not work; empty when they would."""
+    """The reason why forks of this process would not work; "" when they would."""
     threads = _threads_after_a_fork()
     if threads > 1:
         return f"a preloaded module has started {threads - 1} threads, which a fork would lack"
@@ -92,21 +92,21 @@ def _why_not_fork() -> str:
 
 
 def _threads_after_a_fork() -> int:
-    """Threads of this process that a fork does not end. OpenBLAS, in numpy, starts its own when it is imported, ends
+    """Number of threads of this process that remain after a fork. OpenBLAS, in numpy, starts threads at import, ends
     them before any fork, and starts them again in the child."""
     pid = os.fork()
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
     deadline = time.monotonic() + 0.2
-    # A thread that was joined may be in this list for a moment longer, and nothing says when it no longer is.
+    # A joined thread may be in this list for a moment longer, and no event tells when it is not.
     while (threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < deadline:
         time.sleep(0.005)
     return threads
 
 
 def _module_folders() -> dict[str, str]:
-    """The folder in which each top level module was found; "" for those that are built in."""
+    """The folder in which each top-level module was found; "" for built-in ones."""
     folders = {}
     for name, module in list(sys.modules.items()):
         if "." not in name and name != "__main__":
@@ -117,7 +117,7 @@ def _module_folders() -> dict[str, str]:
 
 
 def _serve(control: socket.socket, requests: socket.socket, launcher: int, count: int) -> _Request | None:
-    """Keeps standbys until the launcher is gone (returns None); in a standby returns what it is to run."""
+    """Keeps ``count`` standbys until the launcher is gone, then returns None; in a standby it returns what to run."""
     taken_read, taken = os.pipe()
     standbys: dict[int, int] = {}  # process id -> pidfd
     while True:
@@ -137,13 +137,13 @@ def _serve(control: socket.socket, requests: socket.socket, launcher: int, count
             return None
         gone = {pid for pid, fd in standbys.items() if fd in ready}
         if taken_read in ready:
-            gone.add(int.from_bytes(os.read(taken_read, _PID_BYTES), "little"))  # it is a rank now
+            gone.add(int.from_bytes(os.read(taken_read, _PID_BYTES), "little"))  # that standby has become a rank
         for pid in gone & set(standbys):
             os.close(standbys.pop(pid))
 
 
 def _fork_standby(launcher: int) -> int:
-    """Forks a child of the launcher; returns its process id, or 0 in the standby itself."""
+    """Forks a child of the launcher, twice; returns its process id, or 0 in the standby itself."""
     said_read, said = os.pipe()
     between = os.fork()
     if between == 0:
@@ -164,7 +164,8 @@ def _fork_standby(launcher: int) -> int:
 
 
 def _wait_for_new_parent(launcher: int) -> None:
-    """Until the process between has ended; the kernel gives its children away before its pidfd becomes readable."""
+    """Waits, up to 10 s, until the intermediate process has ended; the kernel gives its children a new parent before
+    the pidfd becomes readable."""
     parent = os.getppid()
     if parent != launcher:
         with suppress(ProcessLookupError):
@@ -176,11 +177,12 @@ def _wait_for_new_parent(launcher: int) -> None:
 def _die_with_parent(launcher: int) -> None:
     end_with_parent(signal.SIGKILL)
     if os.getppid() != launcher:
-        os._exit(1)  # it ended before
+        os._exit(1)  # the launcher ended before end_with_parent took effect
 
 
 def _wait_for_request(requests: socket.socket, taken: int) -> _Request:
-    """A standby's life. Any of the standbys may get a request."""
+    """Blocks, in a standby, until it gets a request; any of the standbys may get it. Ends the process with the
+    launcher."""
     received = receive(requests)
     if received is None:
         os._exit(0)
@@ -195,11 +197,11 @@ def _run(request: dict[str, Any], fds: list[int], changed: dict[str, str]) -> No
     """Becomes the rank, or another process that a rank has asked for.
 
     Args:
-        fds: of a rank: the end on which the launcher waits for a sign, standard output and error.
-        changed: what imported modules have set in the environment.
+        fds: for a rank: the socket on which the launcher waits for an answer, standard output and standard error.
+        changed: environment variables that imported modules have set.
     """
     if "function" in request:
-        end_with_parent(0)  # it outlives the launcher
+        end_with_parent(0)  # this process outlives the launcher
         run_function(request, fds)
     reply, *output = fds
     command = ScriptCommand(**{**request["command"], "arguments": tuple(request["command"]["arguments"])})

@@ -1,4 +1,4 @@
-"""When this process began an attempt, and got to the training: what a restart is split into by the goodput report."""
+"""Times when this process began an attempt and reached training; the goodput report splits a restart by them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from resiliency.settings import JOB_VARIABLE, LAUNCHER_VARIABLE, all_variables, 
 
 __all__ = ["callback_made", "process_age_s", "script_begins", "start_fields"]
 
-#: One of these is in the command line of torchrun.
+#: Torchrun's command line contains one of these.
 _TORCHRUN = (b"torchrun", b"torch.distributed", b"torch/distributed")
-#: A fresh process comes to this import after most of its others: torch, Lightning and this library.
+#: Monotonic time of this import; a fresh process has imported torch and Lightning by then.
 _IMPORTED_S = time.monotonic()
 
 
 @dataclass
 class _Times:
-    """Monotonic seconds. ``began`` None: when the process was made."""
+    """Monotonic seconds. ``began``: start of the attempt; None: the start of the process."""
 
     pid: int
     began: float | None = None
     callback: float | None = None
-    #: What imports have taken since ``began``; None: they are not timed.
+    #: Seconds that imports have taken since ``began``; None: they are not timed.
     imports_s: float | None = None
     #: When init_process_group was called, and when it returned.
     group: tuple[float, float] | None = None
@@ -49,14 +49,14 @@ def _own() -> _Times:
 
 
 def script_begins() -> None:
-    """Begins the times anew, in a process that is older than its attempt: a rank that was forked, or that stays."""
+    """Resets the times, in a process that is older than its attempt: a forked rank, or one that goes on."""
     global _times
     _times = _Times(pid=os.getpid(), began=time.monotonic())
     _time_imports(_times)
 
 
 def callback_made() -> None:
-    """The script has made a callback: its imports are over."""
+    """Records that the script has made a callback, which means that its imports are done."""
     times = _own()
     times.callback = time.monotonic()
     _time_imports(None)
@@ -65,12 +65,13 @@ def callback_made() -> None:
 
 
 def start_fields() -> dict[str, Any]:
-    """For the first ``job_started`` of an attempt, all in seconds: ``since_process_s``, ``since_callback_s``,
-    ``imports_s`` (before the callback), ``since_group_s`` and ``group_s`` (when init_process_group was called, and how
-    long it took) and, where torchrun has started the process, ``since_launcher_s``; and ``logs``, files that its output
-    goes to, and ``workload``, a supervisor's name for the job.
+    """Fields for the first ``job_started`` event of an attempt, in seconds: ``since_process_s``, ``since_callback_s``,
+    ``imports_s`` (before the callback), ``since_group_s`` and ``group_s`` (since init_process_group was called, and how
+    long it took) and, where torchrun has started the process, ``since_launcher_s``. Also ``logs``, the files that its
+    output goes to, and ``workload``, a supervisor's name for the job.
 
-    Nothing where no launcher has started the process: in a notebook the start of the process is not that of the job.
+    Empty on later calls, and where no launcher has started the process: in a notebook the process starts long before
+    the job.
     """
     times = _own()
     if times.told or not environment().launch.job:
@@ -98,14 +99,14 @@ def start_fields() -> dict[str, Any]:
 
 
 def _output_files() -> list[str]:
-    """The files that standard output and error of this process are, if they are files."""
+    """Paths of the regular files that standard output and standard error of this process go to; empty for pipes."""
     found = []
     for fd in (1, 2):
         try:
             path = os.readlink(f"/proc/self/fd/{fd}")
             is_file = stat.S_ISREG(os.fstat(fd).st_mode) and os.path.samestat(os.stat(path), os.fstat(fd))
         except OSError:
-            continue  # closed, or a file that is gone
+            continue  # closed, or the file was deleted
         if is_file and path not in found:
             found.append(path)
     return found
@@ -113,16 +114,16 @@ def _output_files() -> list[str]:
 
 # -- imports ----------------------------------------------------------------------------------------------------------
 
-#: Python leaves out frames of its own import system from a traceback, and so those of the function below.
+#: Python omits frames of this file name from tracebacks, so the function below gets it, too.
 _IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
-#: The function that is replaced while imports are timed.
+#: The original of the function that is replaced while imports are timed; None: it is not replaced.
 _find: Callable[[str, Any], Any] | None = None
 
 
 def _time_imports(times: _Times | None) -> None:
-    """From here on, what imports take on this thread is added up; None: no longer.
+    """From now on adds up the time of imports on this thread; None: stops that.
 
-    The interpreter calls the function that is replaced here for a module that is not there yet, and only then: half a
+    The interpreter calls the replaced function only for a module that is not imported yet: half a microsecond each.
     microsecond for each of them.
     """
     global _find
@@ -154,7 +155,7 @@ def _time_imports(times: _Times | None) -> None:
 
 
 def _time_group(times: _Times) -> None:
-    """Times the next init_process_group; does nothing where torch has none, or it is timed already."""
+    """Times the next init_process_group call. Does nothing where torch is missing, or when it is timed already."""
     torch: Any = sys.modules.get("torch.distributed")
     initialise = getattr(torch, "init_process_group", None)
     if initialise is None or times.watches_group:
@@ -175,8 +176,8 @@ def _time_group(times: _Times) -> None:
 
 
 def _torchrun_age_s() -> float | None:
-    """How long torchrun has run, where it is this process's parent. Other launchers log their start, or are not known;
-    a notebook that launches ranks began long before the job."""
+    """Seconds since torchrun started, when it is this process's parent; else None. Other launchers log their start, or
+    are unknown; a notebook that launches ranks began long before the job."""
     variables, parent = all_variables(), os.getppid()
     if not variables.get("TORCHELASTIC_RUN_ID") or variables.get(LAUNCHER_VARIABLE):
         return None
@@ -185,11 +186,11 @@ def _torchrun_age_s() -> float | None:
             command = file.read()
         return process_age_s(parent) if any(word in command for word in _TORCHRUN) else None
     except OSError:
-        return None  # another user's process, in a container that hides those
+        return None  # another user's process, which the container hides
 
 
 def process_age_s(process: int | str = "self") -> float:
-    """Of this process or another, to a hundredth of a second, as the kernel counts.
+    """Seconds since a process started, to a hundredth of a second, as the kernel counts.
 
     Raises:
         OSError: there is no such process.

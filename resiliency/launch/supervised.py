@@ -1,8 +1,8 @@
-"""Torch's rendezvous where the monitor of the host says which place this launcher has: ``--rdzv-backend supervised``.
+"""Torch's rendezvous where the host's monitor decides this launcher's place: ``--rdzv-backend supervised``.
 
-There is no meeting of hosts. A place names the node rank and the number of hosts; node rank 0 makes the store of the
-epoch and says where it is, and the ranks of the others are told. This launcher itself waits for nobody but its monitor,
-so that no host that is gone holds it up.
+Hosts do not meet. A place names the node rank and the number of hosts; the launcher of node rank 0 makes the epoch's
+store and reports its address, which the others get from their monitors. This launcher waits for nobody but its monitor,
+so that a lost host holds nobody up.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ __all__ = ["BACKEND", "SupervisedRendezvous", "register"]
 logger = logging.getLogger(__name__)
 
 BACKEND = "supervised"
-#: Seconds until a wait looks again, whatever it waits for.
+#: Most seconds until a wait looks again, whatever it waits for.
 _LONGEST_S = 10.0
 _KEEP_STORES_S = 10.0
 
 
 class SupervisedRendezvous(RendezvousHandler):
-    """Thread: one.
+    """The rendezvous handler. Thread: one.
 
     Attributes:
         link: to the monitor.
-        orders: what it wants.
-        asks_for_stacks: it has asked for the stacks of the ranks, once; whoever writes them sets it to False.
-        save_after: the step after which it wants a save of all ranks; None: it has not asked, or was answered.
+        orders: the monitor's newest request.
+        asks_for_stacks: the monitor has asked once for the stacks of the ranks; whoever writes them sets this to False.
+        save_after: the optimizer step after which the monitor wants a save of all ranks; None: no open request.
 
     Args:
         name: of the monitor's socket.
         run_id: as given to torchrun.
-        local_addr: that other hosts reach this one by; None: its name.
+        local_addr: address by which other hosts reach this one; None: its host name.
     """
 
     def __init__(self, name: str, *, run_id: str, local_addr: str | None) -> None:
@@ -60,7 +60,7 @@ class SupervisedRendezvous(RendezvousHandler):
         self.stores = AttemptStores(keep_s=_KEEP_STORES_S)
         self._run_id = run_id
         self._local_addr = local_addr
-        #: Of the epoch for which this host has made it last.
+        #: (epoch, store) that this host made last; None: none yet.
         self._store: tuple[int, TCPStore] | None = None
 
     # -- torch's interface --------------------------------------------------------------------------------------------
@@ -70,11 +70,11 @@ class SupervisedRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks use the store that the launcher of node rank 0 keeps."""
+        """True: ranks use the store that the launcher of node rank 0 serves."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The next place. Blocks: until there is one.
+        """Takes the next place. Blocks: until there is one.
 
         Raises:
             RendezvousGracefulExitError: the job is completed.
@@ -87,7 +87,7 @@ class SupervisedRendezvous(RendezvousHandler):
             store: TCPStore | HashStore = self._store[1]
             address, port = self._address(), self._store[1].port
         else:
-            store = HashStore()  # torch wants one; ranks have the real one
+            store = HashStore()  # torch requires a store here; ranks get the address of the real one
             address, port = place.address()
         bootstrap = RendezvousStoreInfo(master_addr=address, master_port=port)
         return RendezvousInfo(store, place.node_rank, place.nodes, bootstrap)
@@ -96,10 +96,10 @@ class SupervisedRendezvous(RendezvousHandler):
         return self.orders.wish is Wish.COMPLETED
 
     def set_closed(self) -> None:
-        """Nothing: who closes a job is the supervisor."""
+        """Does nothing: the supervisor closes a job."""
 
     def num_nodes_waiting(self) -> int:
-        """1 when the ranks that run are to end, for another place or for none. Blocks: no."""
+        """1 when running ranks must end, for another place or for none; else 0. Blocks: no."""
         self.serve()
         return int(self.orders.ends_ranks)
 
@@ -107,14 +107,14 @@ class SupervisedRendezvous(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Ends the connection. Idempotent."""
+        """Ends the connection. Idempotent. Returns True."""
         self.link.close()
         return True
 
-    # -- what the monitor says ----------------------------------------------------------------------------------------
+    # -- messages from the monitor ------------------------------------------------------------------------------------
 
     def is_ready(self) -> bool:
-        """A place is given, and all of it is known. Blocks: no.
+        """True when there is a place to take, and its store's address is known. Blocks: no.
 
         Raises:
             RendezvousGracefulExitError: the job is completed.
@@ -125,7 +125,7 @@ class SupervisedRendezvous(RendezvousHandler):
         return self.orders.is_to_start and place is not None and (place.node_rank == 0 or bool(place.master))
 
     def serve(self) -> None:
-        """Takes what the monitor has said. Blocks: no, but for the milliseconds in which a store is made."""
+        """Handles the monitor's messages. Blocks: no, except for the milliseconds in which a store is made."""
         for message in self.link.serve():
             try:
                 self._understand(message)
@@ -161,7 +161,8 @@ class SupervisedRendezvous(RendezvousHandler):
             raise ValueError("no such kind")
 
     def _make_store(self, place: Place) -> None:
-        """At once, while ranks of the epoch before are still about to leave: the other hosts wait for its address."""
+        """Makes and reports the epoch's store at once, while ranks of the previous epoch still leave: other hosts wait
+        for it."""
         if self._store is not None and self._store[0] == place.epoch:
             return
         self._store = place.epoch, self.stores.make()

@@ -1,7 +1,7 @@
-"""The launcher below a supervisor: it says what happens to its ranks, and takes the place that it is given next.
+"""The launcher below a supervisor: it reports what happens to its ranks, and takes the place that it is given next.
 
-What it decides by itself elsewhere is decided there: whether ranks are started again and how often, whether a rank
-hangs, and which hosts take part.
+The supervisor decides what this launcher decides by itself elsewhere: whether and how often ranks are restarted,
+whether a rank hangs, and which hosts take part.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ __all__ = ["SupervisedAgent"]
 
 logger = logging.getLogger(__name__)
 
-#: Torch counts restarts down from it; what it has counted is the epoch.
+#: Torch counts restarts down from this number; the difference gives the epoch.
 _MOST_EPOCHS = 2**31 - 1
-#: Seconds between two looks at how far ranks are while a save is waited for; else REPORT_S.
+#: Most seconds between two looks at the ranks' progress while a wanted save is awaited; otherwise REPORT_S.
 _SAVED_S = 0.1
-#: Seconds until a wait looks again, whatever it waits for.
+#: Most seconds until a wait looks again, whatever it waits for.
 _LONGEST_S = 10.0
-#: See :attr:`SupervisedAgent._cause_s`.
+#: Seconds; see :attr:`SupervisedAgent._cause_s`.
 _CAUSE_S = 2.0
-#: Stacks that were asked for so many seconds ago need not be asked for again before a rank is killed.
+#: Stacks written fewer than this many seconds ago are not requested again before a rank is killed.
 _FRESH_STACKS_S = 10.0
 
 
 class SupervisedAgent(StandbyAgent):
-    """See the module.
+    """The agent of such a launcher; see the module. Thread: the launcher's main thread.
 
     Args:
-        options: without a time for hangs; as for several hosts.
-        arguments, named: of torch's class; the rendezvous is :class:`SupervisedRendezvous`.
+        options: as for several hosts, and without a hang timeout.
+        arguments, named: passed on to torch's class; the rendezvous must be a :class:`SupervisedRendezvous`.
     """
 
     def __init__(self, options: StandbyOptions, *arguments: Any, **named: Any) -> None:
@@ -78,13 +78,14 @@ class SupervisedAgent(StandbyAgent):
         self._reports = HostReports(self._monitor.link)
         self._sights = RankSights(self._links)
         self._report_at_s = self._stacks_at_s = -math.inf
-        #: The step after which a save is wanted and has not been seen yet.
+        #: The optimizer step after which the monitor wants a save that not all ranks have committed yet; None: none.
         self._saves_after: int | None = None
 
     # -- from place to place ------------------------------------------------------------------------------------------
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """In the place of torch's loop, which counts restarts, and ends when ranks have finished or failed."""
+        """Replaces torch's loop, which would count restarts, and end when ranks have finished or failed. Blocks: until
+        the supervisor says that the job is completed."""
         group = self._worker_group
         _handle_signals()
         try:
@@ -119,9 +120,9 @@ class SupervisedAgent(StandbyAgent):
             if orders.is_to_start and orders.place is not None:
                 self._kill(orders.place.replace)
             self._tell_to_leave()
-            self._wait_for_falls()  # where a peer on another host is gone
+            self._wait_for_falls()  # for ranks that end because a peer on another host is gone
             self._restarts = True
-            try:  # what they do is of the past, and nobody waits for it longer than for those that stay
+            try:  # the attempt is over: nobody waits longer for these ranks than for those whose process goes on
                 self._shutdown(timeout=min(self._shutdown_timeout, math.ceil(self._options.leave_timeout_s)))
             finally:
                 self._restarts = False
@@ -135,12 +136,12 @@ class SupervisedAgent(StandbyAgent):
 
     @property
     def _place(self) -> Place:
-        """The one that was taken last."""
+        """The place that was taken last."""
         assert self._monitor.orders.current is not None
         return self._monitor.orders.current
 
     def _wait_for_place(self) -> None:
-        """Blocks: until there is one.
+        """Blocks: until the monitor has given a place; reports meanwhile that this host waits.
 
         Raises:
             RendezvousGracefulExitError: the job is completed.
@@ -165,11 +166,12 @@ class SupervisedAgent(StandbyAgent):
             self._answer()
 
     def _is_warm(self) -> bool:
-        """Ranks would be there at once; also where they are fresh interpreters, which nothing can be prepared for."""
+        """True when ranks would start at once; also without a zygote, because nothing can be prepared for fresh
+        interpreters."""
         return self._zygote is None or self._zygote.is_warm()
 
     def _end_those_that_stay(self) -> None:
-        """Ranks that were told to leave and wait for their next attempt: there is none here."""
+        """Ends the processes that were kept for a next attempt on this host, because there is none."""
         kept = list(self._kept.values())
         if kept:
             self._shutdown(timeout=self._shutdown_timeout)
@@ -179,7 +181,8 @@ class SupervisedAgent(StandbyAgent):
     # -- how ranks are started ----------------------------------------------------------------------------------------
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, group_world_size: int, spec: Any) -> list[Worker]:
-        """All hosts of a workload have as many ranks. Torch asks each host, and waits for one that is gone."""
+        """Computes the ranks: all hosts of a workload have the same number. Torch would ask each host, and wait for a
+        lost one."""
         count = spec.local_world_size
         first, total = group_rank * count, group_world_size * count
         return [
@@ -238,8 +241,8 @@ class SupervisedAgent(StandbyAgent):
 
     @property
     def _cause_s(self) -> float:
-        """For a rank of this host to be the cause of it when others have lost a peer. Then all leave, and wait: a rank
-        that waits in its attempt gives up after half a minute, and another place may take longer."""
+        """Seconds for a rank of this host to fail after others have lost a peer; then all leave the attempt and wait. A
+        rank that waited inside its attempt would give up after half a minute, and the next place may take longer."""
         return _CAUSE_S
 
     def _restarts_left(self) -> int | None:
@@ -283,7 +286,7 @@ class SupervisedAgent(StandbyAgent):
         self._saves_after = step
 
     def _say_saved(self) -> None:
-        """Says once that all ranks know the save that was wanted to be committed."""
+        """Reports, once, that all ranks of this host know the wanted save to be committed."""
         step, running = self._saves_after, self._running_ranks()
         if step is None or not running:
             return
@@ -293,7 +296,7 @@ class SupervisedAgent(StandbyAgent):
             self._reports.saved()
 
     def _kill(self, ranks: tuple[int, ...]) -> None:
-        """Ends ranks that hang, after the stacks of all were written. Blocks: for that, a second."""
+        """Kills hung ranks, after all ranks have written their stacks. Blocks: up to a second."""
         running = self._running_ranks()
         hung = {rank: process for rank, process in running.items() if rank in ranks}
         if not hung:
@@ -313,7 +316,8 @@ class SupervisedAgent(StandbyAgent):
 
 
 def _handle_signals() -> None:
-    """As torch does when it starts ranks: a launcher that waits for its first place is ended in the same way."""
+    """Handles signals as torch does from the start of ranks on, so that they also end a launcher that waits for a
+    place."""
     for name in all_variables().get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT").split(","):
         number = getattr(signal, name.strip(), None)
         if isinstance(number, signal.Signals):

@@ -1,4 +1,4 @@
-"""A rank that stays in its process when a peer dies: it leaves what it does, and meets the others again."""
+"""A rank's process that goes on when a peer dies: it leaves the attempt, and takes part in the next one."""
 
 from __future__ import annotations
 
@@ -45,34 +45,36 @@ logger = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-#: Seconds for the launcher to say whether there is another attempt, after an error that looks like a lost peer. It says
-#: so when it has seen who failed; it may be stopped, or busy with ranks that do not end.
+#: Seconds that the launcher gets to say, after an error that looks like a lost peer, whether there is another attempt.
+#: It says so when it knows who failed; it may be stopped, or busy with ranks that do not end.
 _WORD_TIMEOUT_S = 30.0
-#: Seconds until a thread that did not leave is interrupted again: what it runs may go on after any exception.
+#: Seconds until a thread that has not left is interrupted again: the code that it runs may go on after any exception.
 _AGAIN_S = 5.0
-#: Seconds until operations are aborted again, because what a thread waits on is not seen while it runs, and until it
-#: is interrupted again when that had no effect.
+#: Seconds until operations are aborted again, because what a thread waits on cannot be seen while it runs, and until
+#: the thread is interrupted again when that had no effect.
 _SOON_S = 0.05
-#: Seconds for which a thread may be in a place where it is not to be interrupted, and in an import. What is half
-#: imported may fail in the next attempt, which costs a restart, and torch imports its compiler for seconds when the
-#: first model of DDP is made. Less than the launcher waits.
+#: Seconds for which a thread is spared while it runs code where an exception would do harm, and while it imports. A
+#: half finished import may fail in the next attempt, which costs a restart, and torch imports its compiler for seconds
+#: when the first DDP model is made. Shorter than the launcher's own deadline.
 _SPARED_S, _SPARED_IMPORTING_S = 2.0, 8.0
-#: Seconds for which the main thread may wait in native code when all that it could wait for has been ended, less where
-#: that can only be peers: a wait of gloo may outlive the connection to a dead one, and ``gloo_waits`` does not find it
-#: in every torch. What it may compute meanwhile: signals take some.
+#: Seconds for which the main thread may wait in native code after everything that it could wait for was ended; the
+#: second number where it can only wait for peers: a gloo wait may outlive the connection to a dead peer, and
+#: ``gloo_waits`` does not find it in every torch version. The third is the CPU time that handling signals may take
+#: meanwhile.
 _STUCK_S, _STUCK_FOR_PEERS_S, _STUCK_CPU_S = 2.0, 0.5, 0.02
-#: Characters of an error, with where it was raised, that the launcher shows.
+#: Most characters of an error, with its traceback, that the launcher shows.
 _MAX_ERROR = 4000
 #: Number of the start that made this process.
 _FIRST = -1
-#: Interrupts the main thread. Nobody uses it: not Python, torch, Lightning (SIGUSR1, SIGUSR2) or debuggers.
+#: Interrupts the main thread. No one else uses this signal: not Python, torch, Lightning (SIGUSR1, SIGUSR2) or
+#: debuggers.
 _SIGNAL = signal.SIGRTMIN + 10
 
 
 class AttemptEnded(BaseException):
     """Raised in the main thread of a rank, wherever it is, to make it leave an attempt in which a peer has died.
 
-    Not an ``Exception``, so that code that goes on after errors does not swallow it.
+    Not an ``Exception``, so that code that catches errors and goes on does not swallow it.
     """
 
 
@@ -82,7 +84,7 @@ def restartable(function: Callable[Arguments, Result]) -> Callable[Arguments, Re
     Under ``resiliency run``, when a rank dies, the others leave ``function`` by an exception (:class:`AttemptEnded`, or
     the error that the lost peer caused), drop process groups and worker processes of data loaders, and call it again
     with the environment of the next attempt. Only the lost rank is a new process. Imports and the CUDA context are
-    kept. Anywhere else this is ``function``.
+    kept. Without ``resiliency run`` the decorated function behaves like ``function``.
 
     ``function`` must build all that belongs to an attempt: process group, model, trainer, data loaders; and resume from
     the newest checkpoint::
@@ -94,14 +96,14 @@ def restartable(function: Callable[Arguments, Result]) -> Callable[Arguments, Re
 
         main()
 
-    What modules hold is kept. Before the call there must be no collective operation, because only new processes run
-    what is there. Threads that ``function`` started are not ended.
+    What modules hold is kept. There must be no collective operation before the call, because only new processes run the
+    code before it. Threads that ``function`` started are not ended.
 
-    Thread: main. One call in a process can be run again, the first. Collective: no. A rank that does not leave within
-    10 s (``--leave-timeout``) is killed, and a new process takes its place.
+    Thread: main. Only the first call in a process can be run again. Collective: no. A rank that does not leave within
+        10 s (``--leave-timeout``) is killed, and a new process takes its place.
 
     Raises:
-        ConfigError: a call of ``function`` runs nothing: it is a coroutine function or a generator.
+        ConfigError: ``function`` is a coroutine function or a generator, so that calling it would run nothing.
     """
     if (
         inspect.iscoroutinefunction(function)
@@ -131,8 +133,8 @@ class _Returned(Generic[Result]):
 class _Survivor:
     """This process's connection to the launcher.
 
-    Starts of ranks are numbered by the launcher; -1 is the one that made this process. Threads: the main thread runs
-    the function; a daemon thread listens.
+    The launcher numbers the starts of ranks; -1 is the start that made this process. Threads: the main thread runs the
+    function, a daemon thread receives messages, and another one interrupts the main thread while it is to leave.
     """
 
     _joined_pid = 0
@@ -140,28 +142,29 @@ class _Survivor:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._number = _FIRST
-        #: The main thread is in the function.
+        #: True while the main thread runs the function.
         self._inside = False
         self._changed = threading.Condition()
-        #: The last start that this rank was told to leave.
+        #: Number of the last start that this rank was told to leave.
         self._to_leave = _FIRST - 1
-        #: The last one that it has left.
+        #: Number of the last start that it has left.
         self._left = _FIRST - 1
-        #: Nobody will be told to leave any more.
+        #: The launcher has said that no rank will be told to leave any more.
         self._no_restart = False
-        #: Monotonic seconds when the main thread was told to leave: it is left alone where an exception would do harm.
+        #: Monotonic seconds when the main thread was told to leave; shortly after, it is spared where an exception
+        #: would do harm.
         self._told_s = 0.0
-        #: Monotonic seconds when it is to be interrupted next. At once, as long as it has not raised anything: a signal
-        #: that comes just before a system call does not end that.
+        #: Monotonic seconds when the main thread is to be interrupted next. At once as long as no exception was raised,
+        #: because a signal that comes just before a system call does not end that call.
         self._interrupt_at_s = 0.0
-        #: It has been interrupted, so it runs Python code.
+        #: The main thread has handled the signal, so it runs Python code and is not stuck in native code.
         self._heard = False
         #: Messages for the main thread; None: the launcher is gone.
         self._orders: queue.SimpleQueue[tuple[dict[str, Any], list[int]] | None] = queue.SimpleQueue()
 
     @classmethod
     def join(cls) -> _Survivor | None:
-        """Connects to the launcher; None where there is none, or when this call cannot be run again."""
+        """Connects to the launcher; None without a launcher, or when this call cannot be run again. Blocks: no."""
         address = all_variables().get(LAUNCHER_VARIABLE, "")
         if not address:
             return None
@@ -182,7 +185,8 @@ class _Survivor:
         return cls(connection)
 
     def run(self, function: Callable[[], Result]) -> Result:
-        """Calls ``function`` until it has ended in an attempt that has not."""
+        """Calls ``function`` again and again, until a call ends in an attempt that has not failed; returns its
+        result."""
         before, hook = signal.signal(_SIGNAL, self._interrupt), sys.unraisablehook
         sys.unraisablehook = functools.partial(self._swallowed, hook)
         threading.Thread(target=self._listen, name="resiliency-launcher", daemon=True).start()
@@ -193,25 +197,25 @@ class _Survivor:
                 ended = self._call(function)
                 if isinstance(ended, _Returned):
                     return ended.value
-                state.restore()  # before the handler of an alarm is gone
+                state.restore()  # before leave_attempt restores the handler of an alarm
                 leave_attempt(ended, children=children, handlers=handlers)
                 del ended
-                state.restore()  # after the clean-ups of what was taken apart
+                state.restore()  # after clean-up code that ran while objects were released
                 self._meet_again()
         finally:
-            with self._changed:  # ends the thread that interrupts, also when this rank has not left
+            with self._changed:  # ends the interrupting thread, also when this rank has not left
                 self._left = max(self._left, self._to_leave)
                 self._changed.notify_all()
             signal.signal(_SIGNAL, before)
             sys.unraisablehook = hook
             with suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)  # ends the thread that listens
+                self._connection.shutdown(socket.SHUT_RDWR)  # ends the listening thread
 
     def _call(self, function: Callable[[], Result]) -> _Returned[Result] | BaseException:
-        """What it returns, or what ended it when it is to be called again.
+        """The function's result, or the exception that ended it when it is to be called again.
 
         Raises:
-            BaseException: of ``function``, when that is not because the attempt has ended.
+            BaseException: raised by ``function`` for another reason than the end of the attempt.
         """
         try:
             try:
@@ -221,7 +225,7 @@ class _Survivor:
                 result = function()
             finally:
                 self._inside = False
-        except BaseException as error:  # Boundary: whatever it raises after it was told to leave is how it left.
+        except BaseException as error:  # Boundary: any exception after an order to leave is how the function left.
             if looks_like_a_lost_peer(error):
                 self._say("lost_peer", error=_text_of(error)[-_MAX_ERROR:])
                 with self._changed:
@@ -243,18 +247,23 @@ class _Survivor:
         return self._to_leave >= self._number
 
     def _may_end(self) -> bool:
-        """True when the launcher agrees that this rank has finished, False when the attempt has failed. Blocks: for
-        its answer."""
+        """Asks the launcher whether this rank has finished: True when it agrees, False when the attempt has failed.
+        Blocks: until it answers.
+        """
         self._say("finished")
         order = self._orders.get()
         if order is not None and order[0]["kind"] == "start":
-            self._orders.put(order)  # it was told to leave at the same time
+            self._orders.put(order)  # the order to leave came at the same time
         return not self._is_to_leave()
 
     def _meet_again(self) -> None:
-        """Waits for the next attempt, and takes its environment and output. Blocks: until the launcher starts it."""
+        """Waits for the next attempt, and takes over its environment and output. Blocks: until the launcher starts it.
+
+        Raises:
+            ResiliencyError: the launcher has ended, or says that no attempt follows.
+        """
         while self._is_to_leave():
-            self._has_left()  # and given up what it held; also one that has ended before it was begun here
+            self._has_left()  # everything was released; also skips a start that was superseded before it began here
             order = self._orders.get()
             if order is None or (order[0]["kind"] == "no_restart" and self._no_restart):
                 raise ResiliencyError("the launcher ends the job, so there is no further attempt")
@@ -274,7 +283,7 @@ class _Survivor:
         logger.info("this process goes on in the next attempt")
 
     def _say(self, kind: str, **more: str) -> None:
-        with suppress(OSError):  # no launcher: no further attempt, and nothing to be told
+        with suppress(OSError):  # without a launcher there is no further attempt, and nobody to tell
             send(self._connection, {"kind": kind, "number": self._number, **more})
 
     # -- other threads ------------------------------------------------------------------------------------------------
@@ -301,7 +310,7 @@ class _Survivor:
     def _leave(self, number: int) -> None:
         with self._changed:
             self._to_leave = number
-            self._no_restart = False  # of a launcher that thought so, until hosts came or went
+            self._no_restart = False  # a launcher may say so, and change its mind when hosts come or go
             self._changed.notify_all()
         threading.Thread(target=self._interrupt_until_left, args=(number,), daemon=True).start()
 
@@ -312,8 +321,9 @@ class _Survivor:
         self._told_s, self._interrupt_at_s, self._heard = time.monotonic(), 0.0, False
         with self._changed:
             while self._left < number:
-                # The lock is held, so that it does not go on meanwhile: groups of its next attempt are not aborted.
-                # Also when it has left the function: groups wait for their operations as they are destroyed.
+                # The lock is held, so that the main thread cannot go on meanwhile: groups of its next attempt must not
+                # be aborted. Also done after it has left the function, because destroying a group waits for the group's
+                # operations.
                 abort_collectives(connections, groups=self._inside, forming=waits)
                 if self._inside and time.monotonic() >= self._interrupt_at_s:
                     signal.pthread_kill(main, _SIGNAL)
@@ -326,7 +336,7 @@ class _Survivor:
                 if for_peers or stuck_s >= _STUCK_S:
                     _end_stuck(main)
 
-    # -- the main thread, wherever it is ------------------------------------------------------------------------------
+    # -- in the main thread, between any two byte codes ---------------------------------------------------------------
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if not (self._inside and self._is_to_leave()):
@@ -341,8 +351,8 @@ class _Survivor:
         raise AttemptEnded("another rank has died: this one leaves its attempt and begins the next one")
 
     def _swallowed(self, hook: Callable[[Any], Any], unraisable: Any) -> None:
-        """In the place of ``sys.unraisablehook``: takes what was raised where Python cannot let it go on, as in a
-        callback of a weak reference."""
+        """Replaces ``sys.unraisablehook``: notices an interrupt that Python swallowed because it came where no
+        exception can propagate, as in a callback of a weak reference, and has it repeated at once."""
         if isinstance(unraisable.exc_value, AttemptEnded):
             self._interrupt_at_s = 0.0
         else:
@@ -350,7 +360,7 @@ class _Survivor:
 
 
 def _text_of(error: BaseException) -> str:
-    """The error and where it was raised, without frames of this file."""
+    """The error with its traceback, without frames of this file."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -358,12 +368,12 @@ def _text_of(error: BaseException) -> str:
 
 
 def _cpu_s(thread: int) -> float:
-    """Seconds that a thread of this process has computed."""
+    """CPU seconds that a thread of this process has used."""
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 def _end_stuck(thread: int) -> None:
-    """Ends a process that would be killed later: its place is given to a new one at once."""
+    """Ends this process at once, because the launcher would kill it later; a new process takes its place."""
     frame = sys._current_frames().get(thread)
     where = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})" if frame is not None else "unknown"
     logger.warning(

@@ -25,33 +25,33 @@ __all__ = ["CannotFork", "HostZygote"]
 
 logger = logging.getLogger(__name__)
 
-#: Without the working directory, where a file of the user may have the name of a module.
+#: Omits the working directory from ``sys.path``, because a user's file there may have the name of a module.
 _BOOTSTRAP = (
     "import sys; sys.path[:] = [entry for entry in sys.path if entry]; sys.path.append(sys.argv[1]); "
     "from resiliency.launch.standby import main; sys.path.pop(); main(sys.argv[2:])"
 )
-#: Seconds for the imports of a zygote.
+#: Seconds that a zygote's imports may take.
 _IMPORT_TIMEOUT_S = 120.0
-#: Seconds for a standby to answer.
+#: Seconds that a standby may take to answer.
 _START_TIMEOUT_S = 20.0
-#: Seconds between two looks whether it can.
+#: Seconds between two looks whether the zygote is stopped.
 _LOOK_S = 1.0
-#: Seconds after which a wait is said.
+#: Seconds after which a wait is logged.
 _SAY_S = 10.0
 
 
 class CannotFork(ResiliencyError):
-    """A rank must be started as a fresh interpreter; the message says why."""
+    """A fork cannot run this rank, so it must start as a fresh interpreter; the message says why."""
 
 
 class HostZygote:
-    """A process that forks ranks. Thread: one. Call :func:`~resiliency.launch.processes.become_subreaper` before.
+    """The process that forks ranks. Thread: one. Call :func:`~resiliency.launch.processes.become_subreaper` first.
 
     Args:
-        modules: what it imports, in this order.
-        standbys: how many ranks it has ready.
-        environment: of the zygote: torch and OpenMP read some of it when they are imported.
-        words: command line of the ranks, shown in a list of processes.
+        modules: to import, in this order.
+        standbys: number of standbys to keep ready.
+        environment: of the zygote: torch and OpenMP read parts of it at import.
+        words: command line of the ranks, shown by ``ps``.
     """
 
     def __init__(
@@ -70,24 +70,25 @@ class HostZygote:
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """For a wait for its end."""
+        """The zygote's process, to wait for its end."""
         return self._process
 
     def fds(self) -> list[int]:
-        """Readable when :meth:`is_warm` has something new to say."""
+        """File descriptors that become readable when the result of :meth:`is_warm` may change; empty once that is
+        known."""
         return [] if self._ready or self._problem else [self._control.fileno()]
 
     def is_warm(self) -> bool:
-        """True when it can fork at once. Blocks: no."""
+        """True when the zygote can fork at once. Blocks: no."""
         if self.fds() and select.select([self._control], [], [], 0)[0]:
-            with suppress(CannotFork):  # said when a rank is to be started
+            with suppress(CannotFork):  # reported when a rank is to be started
                 self._wait_until_ready()
         return self._ready and not self.has_died
 
     @property
     def has_died(self) -> bool:
-        """True when it was able to fork, and has ended or does not answer, or when a signal ended it before that:
-        another one may do better."""
+        """True when another zygote is worth trying: this one could fork, and has ended or does not answer; or a signal
+        ended it before it could."""
         if not self._ready:
             return bool(self._problem) and (self._process.poll() or 0) < 0
         return self._silent or self._process.poll() is not None
@@ -102,10 +103,11 @@ class HostZygote:
     ) -> ForkedProcess:
         """Starts a rank as ``subprocess.Popen(words, env=environment, start_new_session=True)`` does.
 
-        Blocks: until the rank has begun; the first time until the zygote has imported everything.
+        Blocks: until the rank's process has begun, up to 20 s; before the first rank also until the zygote has imported
+            everything, up to 120 s.
 
         Raises:
-            CannotFork: it cannot be run in a fork, or not by this zygote.
+            CannotFork: this command cannot run in a fork, or this zygote cannot fork.
         """
         command = parse_command(words)
         if isinstance(command, str):
@@ -139,7 +141,7 @@ class HostZygote:
         """Starts what :func:`~resiliency.launch.forked_function.call_in_fork` asks for. Blocks: no.
 
         Raises:
-            CannotFork: not by this zygote, or not yet.
+            CannotFork: this zygote cannot fork, or not yet.
         """
         if not self._ready and not select.select([self._control], [], [], 0)[0]:
             raise CannotFork("it imports still")
@@ -153,17 +155,18 @@ class HostZygote:
         try:
             answer = self._receive(mine, _START_TIMEOUT_S)
         except CannotFork:
-            self._silent = True  # the other ranks of this attempt need not wait for it, too
+            self._silent = True  # so that the other ranks of this attempt do not wait for the zygote, too
             raise
         if answer is None:
             raise CannotFork("the standby ended before it began")
         return int(answer["pid"])
 
     def _receive(self, connection: socket.socket, timeout_s: float) -> dict[str, Any] | None:
-        """The next message; None when the other end is gone. Blocks: not for a process that was stopped.
+        """The next message; None when the other end is closed. Blocks: up to ``timeout_s``, but at most a second when
+        the zygote is stopped.
 
         Raises:
-            CannotFork: nothing came.
+            CannotFork: no message came in time, or a signal has stopped the zygote.
         """
         began = time.monotonic()
         said = False
@@ -202,7 +205,7 @@ class HostZygote:
             except CannotFork as error:
                 self._problem, ends = str(error), is_stopped(self._process.pid)
                 if ends:
-                    self._process.kill()  # so that another one takes its place
+                    self._process.kill()  # so that another zygote replaces it
             else:
                 self._problem, ends = "the zygote ended while it imported", answer is None
                 if answer is not None:
@@ -216,7 +219,8 @@ class HostZygote:
         self._ready = True
 
     def _shadowed(self, folder: str) -> str:
-        """A file or package in a folder with the name of an imported module that came from elsewhere."""
+        """Name of a file or package in the folder that has the name of a module imported from elsewhere; "" for
+        none."""
         with suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
                 name, _, ending = entry.name.partition(".")
@@ -227,7 +231,7 @@ class HostZygote:
         return ""
 
     def close(self) -> None:
-        """Ends the zygote and its standbys, not the ranks. Idempotent. Blocks: up to 5 s."""
+        """Ends the zygote and its standbys, but not the ranks. Idempotent. Blocks: up to 5 s."""
         self._control.close()
         self._requests.close()
         try:
@@ -240,11 +244,11 @@ class HostZygote:
 def start_interpreter(
     fds: Sequence[int], options: Sequence[str], environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Starts :func:`resiliency.launch.standby.main` in a fresh interpreter, which has to import everything.
+    """Starts :func:`resiliency.launch.standby.main` in a fresh interpreter, which then imports everything.
 
     Args:
-        fds: what it gets of this process, in the order of its first arguments.
-        options: its other arguments, and words that only ``ps`` shows.
+        fds: file descriptors that it inherits, passed as its first arguments in this order.
+        options: its further arguments, and words that only ``ps`` shows.
     """
     package = os.path.dirname(os.path.dirname(os.path.abspath(resiliency.__file__)))
     return subprocess.Popen(
@@ -256,7 +260,7 @@ def start_interpreter(
 
 
 def _inherited_signals() -> dict[str, list[int]]:
-    """What a program that this process starts has of its signals: those it ignores and those it blocks."""
+    """Signals that this process ignores or blocks, which programs that it starts inherit."""
     return {
         "ignored": [int(number) for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN],
         "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],

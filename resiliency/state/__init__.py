@@ -1,4 +1,4 @@
-"""State trees: how they are walked, described and pickled. torch; no files, no other processes."""
+"""State trees: how they are walked, described and pickled. Uses torch; touches no files and no other processes."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 
 __all__ = ["MEMO_BYTES", "MEMO_FROM", "STORAGE_CLASSES", "Table", "describe_all"]
 
-#: Names of torch's storage classes; dtypes without one are described by torch itself.
+#: torch's storage class for each dtype; tensors of other dtypes are described by torch itself.
 STORAGE_CLASSES: Mapping[torch.dtype, str] = {
     torch.float64: "DoubleStorage",
     torch.float32: "FloatStorage",
@@ -27,12 +27,12 @@ STORAGE_CLASSES: Mapping[torch.dtype, str] = {
 
 
 class Table(tuple[Any, ...]):
-    """A dict of tensors: (keys, number of the first storage, dtypes, shapes, requires_grad). Of a dict of such dicts
-    each key is (key, keys of the inner dict)."""
+    """A dict of tensors, as (keys, number of the first storage, dtypes, shapes, requires_grad). For a dict of such
+    dicts each key is (key, keys of the inner dict)."""
 
 
-#: Numbers in the pickle's memo from here on are for names in tables. The pickle's own are smaller: each of its entries
-#: takes at least this many bytes of it.
+#: Numbers in the pickle's memo from MEMO_FROM on are used for names in tables. The pickle's own numbers stay below
+#: that, because each of its memo entries takes at least MEMO_BYTES bytes of the pickle.
 MEMO_FROM, MEMO_BYTES = 1 << 16, 4
 _Memo = dict[bytes, int]
 
@@ -40,10 +40,10 @@ _Memo = dict[bytes, int]
 def describe_all(
     entries: Sequence[Any], storages: Sequence[tuple[int, str]], keys: Sequence[str], *, memo: _Memo | None
 ) -> list[bytes]:
-    """For each marker the pickle operations that come into its place.
+    """For each marker, the pickle operations that replace it.
 
     Args:
-        memo: of the names that tables use; tables come in the pickle in the order of their markers. None: without.
+        memo: of names used by tables; the tables must be in the order of their markers in the pickle. None: no memo.
     """
     return [
         _describe_table(entry, storages, keys, memo)
@@ -54,7 +54,7 @@ def describe_all(
 
 
 def _describe(tensor: Any, storage: tuple[int, str], key: str, memo: _Memo | None) -> bytes:
-    """The arguments of torch's function that rebuilds a tensor, as pickle operations that leave one tuple."""
+    """The arguments of the torch function that rebuilds a tensor, as pickle operations that push one tuple."""
     _, dtype, shape, requires_grad, *place = tensor
     nbytes, location = storage
     offset, strides = place[0] if place else (0, _strides(shape))
@@ -69,7 +69,7 @@ def _describe(tensor: Any, storage: tuple[int, str], key: str, memo: _Memo | Non
 def _describe_table(
     table: Table, storages: Sequence[tuple[int, str]], keys: Sequence[str], memo: _Memo | None
 ) -> bytes:
-    """The items of a dict of tensors, or of dicts of them, as pickle operations that put them into it."""
+    """Pickle operations that put the items of a dict of tensors, or of dicts of them, into the dict on the stack."""
     names, first, dtypes, shapes, flags = table
     tensors = iter(
         [
@@ -90,8 +90,8 @@ def _describe_table(
 
 
 def _global(module: bytes, name: bytes, memo: _Memo | None) -> bytes:
-    """Pushes a class or function: by its name, and where there is a memo by its number there from the second time on,
-    which unpicklers are faster with."""
+    """Pickle operations that push a class or function: by name, or, with a memo, from the second time on by its memo
+    number, which unpicklers read faster."""
     named = b"c%s\n%s\n" % (module, name)
     if memo is None:
         return named
@@ -106,7 +106,7 @@ def _name(value: str | int) -> bytes:
 
 
 def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor in C order, as torch counts them."""
+    """The strides, in elements, of a tensor in C order, as torch counts them."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

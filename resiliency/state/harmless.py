@@ -1,4 +1,4 @@
-"""Classes of the standard library and numpy that torch's restricted unpickler may also make: they only hold values."""
+"""Value classes of the standard library and numpy that torch's restricted unpickler is allowed to make as well."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ __all__ = ["harmless_classes"]
 
 @contextmanager
 def harmless_classes() -> Iterator[None]:
-    """Lets torch's restricted unpickler also make objects of the standard library and numpy that only hold values.
+    """Within the context, torch's restricted unpickler may also make objects of value classes of the standard library
+    and numpy.
 
-    They are common among hyper-parameters and in the state of random generators. One thread at a time: torch has one
-    list for the process, and the thread that leaves first would take back what another still needs.
+    Such objects are common among hyper-parameters and in the state of random generators. One thread at a time: torch
+    has one list for the whole process, and the first thread to leave would remove entries that another one still needs.
+    Blocks: until no other thread is inside.
     """
     with _one_at_a_time, _allowed():
         yield
@@ -37,11 +39,11 @@ _one_at_a_time = threading.RLock()
 @contextmanager
 def _allowed() -> Iterator[None]:
     safe_globals = getattr(torch.serialization, "safe_globals", None)
-    if safe_globals is None:  # torch 2.4 has no way back
+    if safe_globals is None:  # torch 2.4 cannot remove classes again
         torch.serialization.add_safe_globals(_harmless())
         yield
         return
-    # Those that the user has allowed stay allowed afterwards.
+    # classes that the user has allowed must stay allowed afterwards
     known = torch.serialization.get_safe_globals()
     with safe_globals([item for item in _harmless() if item not in known]):
         yield
@@ -72,17 +74,17 @@ def _harmless_with(numpy_is_there: bool) -> list[Any]:
         int,
         float,
         str,
-        bytes,  # empty ones are pickled as a call of their class
+        bytes,  # an empty one is pickled as a call of its class
     ]
     found += [pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath]
     if numpy_is_there:
         import numpy
 
-        # Functions that numpy's own pickles name; their module is spelled in two ways.
+        # Functions that numpy's own pickles name, under either of two module names.
         core = getattr(numpy, "_core", None) or numpy.core
         found += [numpy.ndarray, numpy.dtype, core.multiarray._reconstruct, core.multiarray.scalar]
         torch_version = tuple(map(int, torch.__version__.split(".")[:2]))
-        if torch_version >= (2, 6):  # before, a class could not be allowed under another name
+        if torch_version >= (2, 6):  # older versions cannot allow a class under another name
             found += [(core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct")]
             found += [(core.multiarray.scalar, "numpy.core.multiarray.scalar")]
         found += sorted({type(numpy.dtype(kind)) for kind in numpy.sctypeDict.values()}, key=repr)

@@ -1,11 +1,11 @@
 """The kinds of tensors (leaves) of a state: how each is described, cut into boxes and filled.
 
-A *leaf* is an object of a state tree whose elements go into shards as raw bytes: a plain tensor, a ``DTensor``, or what
-a framework uses in their place. Each kind is a class with the :class:`LeafKind` interface; :func:`register_leaf_kind`
-adds one. An object's class determines its kind, which is looked up once per class.
+A *leaf* is an object of a state tree whose elements go into shards as raw bytes: a plain tensor, a ``DTensor``, or a
+framework's own tensor class. Each kind is a class with the :class:`LeafKind` interface; :func:`register_leaf_kind` adds
+one. An object's class determines its kind, which is looked up once per class.
 
 Boxes are in coordinates of the whole (global) tensor. A kind describes the boxes this process holds; from these the
-planner decides which rank writes what, and what is read into which box.
+planner decides which rank writes which box, and what is read into which box.
 """
 
 from __future__ import annotations
@@ -72,19 +72,20 @@ class LeafKind(Protocol):
         ...
 
     def detach(self, leaf: Any, key: str) -> Any:
-        """The leaf for the time of a save: the same memory, detached from autograd. Copies no elements.
+        """The leaf as it is used during a save: the same memory, detached from autograd. Copies no elements.
 
         Raises:
-            ConfigError: it cannot be stored; names ``key`` and says what to do instead.
+            ConfigError: the leaf cannot be stored; the error names ``key`` and says what to do instead.
         """
         ...
 
     def describe(self, leaf: Any) -> LeafDescription:
-        """Shape, dtype and the boxes this process holds."""
+        """The leaf's shape and dtype, and the boxes this process holds."""
         ...
 
     def structure(self, leaf: Any) -> Hashable:
-        """A key, equal for leaves of equal shape, dtype, boxes and device. Called at every save; in-process only."""
+        """A key that is equal for leaves of equal shape, dtype, boxes and device. Called at every save; never leaves
+        the process."""
         ...
 
     def local(self, leaf: Any, box: Box) -> Tensor:
@@ -106,7 +107,7 @@ def box_of(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tens
 
 
 class _Plain:
-    """``torch.Tensor``, parameters, and subclasses that no other kind takes: whole on every rank."""
+    """``torch.Tensor``, parameters, and subclasses that no other kind takes: every rank holds them whole."""
 
     name = "tensor"
     replicated = True
@@ -138,7 +139,7 @@ class _Distributed:
     replicated = False
 
     def takes(self, class_: type) -> bool:
-        # By attributes, because importing torch.distributed.tensor takes a third of a second.
+        # Recognised by attributes, because importing torch.distributed.tensor takes a third of a second.
         return hasattr(class_, "__create_chunk_list__") or (
             hasattr(class_, "device_mesh") and hasattr(class_, "placements")
         )
@@ -147,7 +148,7 @@ class _Distributed:
         return _detached(leaf, key)
 
     def describe(self, leaf: Any) -> LeafDescription:
-        # A rank outside the tensor's mesh holds nothing of it.
+        # A rank outside the tensor's mesh holds no part of it.
         held = leaf.__create_chunk_list__() if leaf.device_mesh.get_coordinate() is not None else []
         boxes = tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in held)
         return LeafDescription(shape=tuple(leaf.shape), dtype=leaf.dtype, boxes=boxes)
@@ -172,8 +173,8 @@ def _detached(leaf: Any, key: str) -> Any:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """False for a tensor whose elements lie somewhere else: a wrapper subclass, a fake tensor, a nested one, a storage
-    that was freed or made smaller. What would be copied to or from there is memory of something else."""
+    """False for a tensor without memory of its own elements: a wrapper subclass, a fake or nested tensor, or a storage
+    that was freed or made smaller. A copy to or from such a tensor would touch memory of something else."""
     try:
         if tensor.numel() == 0:
             return True
@@ -184,12 +185,12 @@ def has_memory(tensor: Tensor) -> bool:
         else:
             last = sum([(size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)])
         return storage.data_ptr() != 0 and storage.nbytes() >= (tensor.storage_offset() + last + 1) * tensor.itemsize
-    except RuntimeError:  # what torch raises for fake and nested tensors
+    except RuntimeError:  # torch raises it for fake and nested tensors
         return False
 
 
 def refusal(tensor: Tensor, key: str) -> ConfigError:
-    """The error for a tensor that has no plain bytes to store."""
+    """The error for a tensor whose elements cannot be stored as plain bytes."""
     if tensor.layout is not torch.strided:
         return ConfigError(
             f"tensor {key!r} has layout {tensor.layout}; only dense tensors can be stored: call .to_dense() first"
@@ -208,14 +209,14 @@ def refusal(tensor: Tensor, key: str) -> ConfigError:
 
 
 _plain = _Plain()
-#: Tried in this order; the plain kind takes every tensor that no other kind takes.
+#: Tried in this order; the plain kind, last, takes every tensor that no other kind takes.
 _kinds: list[LeafKind] = [_Distributed(), _plain]
 _of_class: dict[type, LeafKind] = {}
 _lock = threading.Lock()
 
 
 def register_leaf_kind(kind: LeafKind) -> Callable[[], None]:
-    """Adds a kind. It is tried before those registered earlier, so it may take classes that they would take.
+    """Adds a kind. It is tried before kinds registered earlier, so it may take classes that they would otherwise take.
 
     Call it on every rank before the first save or load with such a leaf.
 
@@ -241,12 +242,12 @@ def register_leaf_kind(kind: LeafKind) -> Callable[[], None]:
 
 
 def kind_of_class(class_: type) -> LeafKind | None:
-    """The kind of a class's objects; None when they are not leaves."""
+    """The kind of the class's objects; None when they are not leaves."""
     found = _of_class.get(class_)
     if found is None:
         with _lock:
             found = next((kind for kind in _kinds if kind.takes(class_)), None)
-            if found is not None:  # not for other classes, of which a user's state may have many
+            if found is not None:  # other classes are not cached, because a user's state may have many
                 _of_class[class_] = found
     return found
 

@@ -1,4 +1,4 @@
-"""Proves at the save that what is saved can be loaded: a start that resumes would be too late to hear of it."""
+"""Checks, at the save, that a saved state can be loaded: a start that resumes would find out too late."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ __all__ = ["LoadProof"]
 
 _untyped_storage: Any = UntypedStorage  # torch does not annotate it
 
-#: A class or function that a pickle names. Strings of the state may look so, too, and are then one name more.
+#: A class or function named in a pickle. A string in the state may look the same; it only adds a name.
 _NAMED = re.compile(rb"c([\w.]{1,200})\n([\w.]{1,200})\n")
-#: Linux: no swap space is set aside for memory that is never written to.
+#: Linux flag: reserve no swap space for memory that is never written.
 _MAP_NORESERVE = 0x4000
 
 
 class LoadProof:
-    """Loads pickled structures, each time something new is named in one. Thread: one at a time."""
+    """Loads a pickled structure whenever it names something new. Thread: one at a time."""
 
     def __init__(self) -> None:
         self._proven: set[tuple[bytes, bytes]] = set()
         self._zeros = mmap.mmap(-1, 1)
 
     def refusal(self, structure: bytes) -> str:
-        """Why a load would refuse this, as ``torch.load(weights_only=True)`` does, which honours
-        ``torch.serialization.add_safe_globals``; "" when it would not, or when nothing new is named.
+        """Why a load would refuse this structure, as ``torch.load(weights_only=True)`` would, which honours
+        ``torch.serialization.add_safe_globals``; "" when it would not, or when the structure names nothing new.
 
-        Blocks: for as long as a load of the structure takes. No bytes of tensors are read; they stand as zeros, which
-        take no memory.
+        Blocks: for as long as a load of the structure takes. No bytes of tensors are read; zeros stand in for them and
+            take no memory.
         """
         named = set(_NAMED.findall(structure))
         if named <= self._proven:
@@ -44,7 +44,7 @@ class LoadProof:
             unpickle(structure, self._storage)
         except pickle.UnpicklingError as error:
             return str(error)
-        except Exception:  # Boundary: zeros are not what a class of the user may need to make an object.
+        except Exception:  # Boundary: a user's class may fail on the zeros; that proves nothing.
             return ""
         return ""
 

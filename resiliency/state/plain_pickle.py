@@ -1,9 +1,10 @@
-"""Reads the structure of a plain state: dicts, lists, numbers, strings and tensors, and nothing else.
+"""Reads the structure of a plain state: one of dicts, lists, numbers, strings and tensors only.
 
-Torch's restricted unpickler takes about 100 microseconds a tensor, half of it to ask whether the tensor is a fake one.
-This one takes a tenth, and leaves every other pickle to it. It is Python's own, in C, which may call what a short table
-names and nothing else: two containers, and descriptions of tensors. None of them has attributes that a pickle could
-set. (Like a large tensor, a pickle written to do harm can make it ask for much memory.)
+Torch's restricted unpickler takes about 100 microseconds per tensor, half of it to check for fake tensors. This
+unpickler takes a tenth of that, and leaves every other pickle to torch's. It is Python's own C unpickler, restricted to
+the names in a short table: two containers, and functions that return descriptions of tensors. None of these has
+attributes that a pickle could set. (A malicious pickle can still make it allocate much memory, as a large tensor
+would.)
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ __all__ = ["NotPlainPickle", "StoredTensor", "describe_plain", "describe_tensor"
 
 
 class NotPlainPickle(Exception):
-    """The pickle holds something else, or is no pickle."""
+    """The pickle holds something else than a plain state, or is damaged; torch's unpickler must read or refuse it."""
 
 
 class StoredTensor(NamedTuple):
-    """Stands for a tensor of the pickle: which elements of which storage it has. Inside of the storage.
+    """Describes a tensor of the pickle: which elements of which storage it has. Always within the storage.
 
     Attributes:
         storage: key of the storage.
-        offset: of its first element, in elements.
+        offset: of the first element in the storage, in elements.
         shape, strides: in elements.
-        extent: elements from the first to the last, with those between that are not its own.
-        contiguous: it lies in C order.
-        requires_grad, parameter: what is made of it is a :class:`torch.nn.Parameter`.
+        extent: number of elements from the first to the last, including those in between that are not the tensor's own.
+        contiguous: its elements are in C order.
+        requires_grad, parameter: of the tensor to make; ``parameter``: it is a :class:`torch.nn.Parameter`.
     """
 
     storage: str
@@ -54,19 +55,19 @@ class StoredTensor(NamedTuple):
 
 
 def is_described(value: Any) -> bool:
-    """True for what stands for a tensor."""
+    """True for a description of a tensor."""
     return type(value) is StoredTensor
 
 
 def load_plain(data: bytes, storage: Callable[[str, int], UntypedStorage]) -> tuple[Any, Counter[str]]:
-    """The value of a pickle, and how often each storage is named.
+    """The value of a pickle, and how often each storage is used.
 
     Args:
-        storage: returns the storage of a key, of at least this many bytes.
+        storage: returns the storage of a key, with at least the given number of bytes.
 
     Raises:
-        NotPlainPickle: it is for torch's unpickler, to read or to refuse.
-        ResiliencyError: of ``storage``.
+        NotPlainPickle: torch's unpickler must read or refuse this pickle.
+        ResiliencyError: raised by ``storage``.
     """
     tree, leaves = describe_plain(data)
     made: dict[int, Tensor] = {}
@@ -80,7 +81,7 @@ def load_plain(data: bytes, storage: Callable[[str, int], UntypedStorage]) -> tu
         return replace_leaves(tree, tensor, is_described), _uses(leaves)
     except ResiliencyError:
         raise
-    except Exception as error:  # Boundary, as below.
+    except Exception as error:  # Boundary: as in describe_plain.
         raise NotPlainPickle(str(error)) from error
 
 
@@ -101,13 +102,13 @@ def _tensor(described: StoredTensor, storage: Callable[[str, int], UntypedStorag
 
 
 def describe_plain(data: bytes) -> tuple[Any, dict[str, StoredTensor]]:
-    """As :func:`load_plain`, with a :class:`StoredTensor` in the place of each tensor.
+    """Like :func:`load_plain`, with a :class:`StoredTensor` in place of each tensor.
 
     Returns:
-        The tree, and what stands for tensors in it by its key, see :func:`~resiliency.state.tree.keyed_leaves`.
+        The tree, and the descriptions in it by key, see :func:`~resiliency.state.tree.keyed_leaves`.
 
     Raises:
-        NotPlainPickle: as above.
+        NotPlainPickle: as in :func:`load_plain`.
     """
     if not data.startswith(b"\x80\x02"):
         raise NotPlainPickle("another protocol than torch's")
@@ -120,7 +121,7 @@ def describe_plain(data: bytes) -> tuple[Any, dict[str, StoredTensor]]:
     except NotPlainPickle:
         raise
     except Exception as error:
-        # Boundary: whatever is wrong with it, torch's unpickler has the words.
+        # Boundary: whatever is wrong with the pickle, torch's unpickler will report it.
         raise NotPlainPickle(str(error)) from error
     if _uses(leaves) != reader.uses:
         raise NotPlainPickle("a tensor in a place where only objects have one")
@@ -132,10 +133,10 @@ _VALUES = _KEYS | {list, tuple, torch.Size}
 
 
 def _is_described_and_others_plain(value: Any) -> bool:
-    """:func:`is_described`.
+    """Like :func:`is_described`, but refuses values that could hide a description.
 
     Raises:
-        NotPlainPickle: a description may be in the value in a place that :func:`keyed_leaves` does not look into.
+        NotPlainPickle: the value may hold a description in a place that :func:`keyed_leaves` does not look into.
     """
     class_ = type(value)
     if class_ is StoredTensor:
@@ -152,14 +153,14 @@ def _is_described_and_others_plain(value: Any) -> bool:
 
 
 def describe_tensor(tensor: Tensor, storage: str) -> StoredTensor:
-    """Where a strided tensor is in its storage, which has this key."""
+    """The description of a strided tensor, whose storage has this key."""
     shape, strides, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
     extent, contiguous = _extent(shape, strides)
     return StoredTensor(storage, tensor.dtype, offset, shape, strides, extent, contiguous, tensor.requires_grad)
 
 
 def _extent(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, bool]:
-    """(elements from the first to the last, C order) of a tensor."""
+    """(number of elements from the first to the last, whether they are in C order)."""
     last, step, contiguous = 0, 1, True
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size == 0:
@@ -172,7 +173,7 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, bool]:
 
 
 class _StorageKind(NamedTuple):
-    """Stands for one of torch's storage classes. Cannot be called, so that a pickle makes nothing of it."""
+    """Replaces one of torch's storage classes. Not callable, so that a pickle cannot make an object with it."""
 
     dtype: torch.dtype
 
@@ -187,7 +188,7 @@ _INTS = frozenset({int})
 
 
 class _Describe:
-    """Stands for the function of torch that makes a tensor. Without attributes, which a pickle could change."""
+    """Replaces the torch function that makes a tensor. Has no attributes, because a pickle could change them."""
 
     __slots__ = ()
 
@@ -222,7 +223,7 @@ class _DescribeParameter:
         return data._replace(requires_grad=requires_grad, parameter=True)
 
 
-#: All that a pickle may name.
+#: Every class and function that a pickle may name, with its replacement.
 _NAMES: Mapping[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): torch.Size,

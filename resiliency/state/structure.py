@@ -1,9 +1,9 @@
 """Pickles the structure of a state as ``torch.save`` does, without the bytes of its storages, and reads it back.
 
-:func:`dump` takes microseconds a tensor: the C pickler walks the tree, and for each plain tensor only a marker is
-written. :meth:`Structure.data_pickle` puts the tensor's description in the place of its marker, later and on another
-thread. Descriptions depend on shapes alone, so that those of the last save are used again. What the result means is
-what torch means: tied tensors share a storage, strides stay, classes are named, and torch's restricted unpickler
+:func:`dump` takes microseconds per tensor: the C pickler walks the tree, and writes only a marker for each plain
+tensor. :meth:`Structure.data_pickle` replaces each marker by the tensor's description, later and on another thread.
+Descriptions depend on shapes alone, so those of the previous save can be used again. The result means what torch's own
+pickle means: tied tensors share a storage, strides are kept, classes are named, and torch's restricted unpickler
 decides what may be loaded.
 """
 
@@ -34,7 +34,7 @@ __all__ = ["Structure", "WithoutMemory", "dump", "without_refused"]
 logger = logging.getLogger(__name__)
 
 _rebuild_tensor: Any = torch._utils._rebuild_tensor_v2
-_typed_storage: Any = TypedStorage  # torch does not annotate them
+_typed_storage: Any = TypedStorage  # torch does not annotate these
 _untyped_storage: Any = UntypedStorage
 _rebuild_parameter: Any = torch._utils._rebuild_parameter
 
@@ -42,7 +42,7 @@ _STORAGES = frozenset({TypedStorage, UntypedStorage})
 
 
 class WithoutMemory(ConfigError):
-    """A state with a tensor or storage whose bytes are not there: torch.save would write what torch.load refuses."""
+    """A state holds a tensor or storage without memory: torch.save would write a file that torch.load refuses."""
 
 
 @dataclass
@@ -50,14 +50,14 @@ class Structure:
     """A pickled state tree without the bytes of its storages.
 
     Attributes:
-        extents: (tensor, address, bytes) of each storage. The tensor is a live one that uses these bytes, with the
-            version counter of the tensor in the state, so that changes in place are noticed. When it does not lie there
-            in C order, the bytes are all of its storage.
-        leaves: the objects that ``is_leaf`` took; leaf ``i`` stands as an empty tensor of storage ``leaf-<i>``.
-        leaf_uses: how often each of them is met in the tree, by its ``id``.
-        signature: equal for two structures with the same storages and the same tensors in them, whatever the values:
+        extents: (tensor, address, bytes) of each storage. The tensor is a live one that uses these bytes, and has the
+            version counter of the tensor in the state, so that in-place changes are noticed. If its elements are not
+            there in C order, the bytes are its whole storage.
+        leaves: the objects that ``is_leaf`` accepted; an empty tensor of storage ``leaf-<i>`` stands for leaf ``i``.
+        leaf_uses: id of a leaf -> how often the tree refers to it.
+        signature: equal for two structures with the same storages and the same tensors in them, whatever their values:
             a description of each tensor, and (bytes, location) of each storage.
-        torch_described: numbers of the storages that torch describes.
+        torch_described: numbers of the storages that torch itself describes.
     """
 
     extents: list[tuple[Tensor, int, int]]
@@ -73,7 +73,7 @@ class Structure:
     def set_keys(self, order: Sequence[int]) -> list[str]:
         """Gives storage ``order[i]`` the key ``str(i)``, and returns the keys in this order.
 
-        Storages that torch describes have a key of their own, and must be the last of the order.
+        Storages that torch describes keep their own keys, and must come last in the order.
         """
         keys = [""] * len(self.extents)
         for position, index in enumerate(order):
@@ -82,7 +82,7 @@ class Structure:
         return [keys[index] for index in order]
 
     def first_uses(self) -> list[tuple[int, tuple[Any, ...]]]:
-        """(storage, (dtype, shape)) of each storage that a plain tensor uses first."""
+        """(storage number, (dtype, shape)) of the first plain tensor that uses each storage."""
         found: dict[int, tuple[Any, ...]] = {}
         for entry in self.signature[0]:
             if isinstance(entry, Table):
@@ -93,12 +93,13 @@ class Structure:
         return list(found.items())
 
     def reuse(self, previous: Structure | None) -> None:
-        """Takes over what follows from shapes alone from a structure with the same signature."""
+        """Takes over, from a structure with the same signature, what follows from shapes alone; does nothing for
+        another one."""
         if previous is not None and previous.signature == self.signature:
             self._keys, self._descriptions = previous._keys, previous._descriptions
 
     def key_of(self, storage: int) -> str:
-        """Where in the tree a tensor of this storage is; for messages. Thread: any; slow."""
+        """Path in the tree of a tensor of this storage, for messages; "storage N" if it has none. Thread: any. Slow."""
         wanted = _untyped_storage(0)
         data = self.data_pickle()
         key = self._keys[storage] if self._keys else str(storage)
@@ -110,29 +111,29 @@ class Structure:
         )
         try:
             tree = tolerant.load()
-        except Exception:  # Boundary: an object that does not unpickle must not hide the message this is for.
+        except Exception:  # Boundary: an object that cannot be unpickled must not hide the caller's message.
             logger.info("the place of storage %d in the state cannot be named", storage, exc_info=True)
             return f"storage {storage}"
         return _path_of(tree, wanted._cdata) or f"storage {storage}"
 
     def data_pickle(self) -> bytes:
-        """The pickle, as it stands in a stock checkpoint. Thread: any, one at a time."""
+        """The pickle as it is in a stock checkpoint. Thread: any, one at a time."""
         tensors, storages = self.signature
         if not self._descriptions and tensors:
             keys = self._keys or self.set_keys(range(len(self.extents)))
-            # Into the same list, which later structures of this signature share.
+            # Extends the list in place, because later structures of this signature share it.
             self._descriptions += describe_all(tensors, storages, keys, memo={})
         described = self._descriptions
         if len(self._template) >= MEMO_FROM * MEMO_BYTES:
             keys = self._keys or self.set_keys(range(len(self.extents)))
-            described = describe_all(tensors, storages, keys, memo=None)  # the pickle's own memo may be too long
-        # A marker is the only argument of a call, or the only key of a dict, with None as its value.
+            described = describe_all(tensors, storages, keys, memo=None)  # no memo: its numbers may collide
+        # A marker is the only argument of a call, or the only key of a dict whose value is None.
         pattern = re.compile(rb"\x8a\x10(....)" + re.escape(self._nonce) + rb"(?:\x85|Ns)", re.DOTALL)
         return pattern.sub(lambda match: described[int.from_bytes(match[1], "little")], self._template)
 
 
 class _Anything:
-    """Stands for any class or function of a pickle, and for what they make."""
+    """Replaces any class or function of a pickle, and the objects it makes."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.storage: Any = None
@@ -142,14 +143,14 @@ class _Anything:
 
 
 class _Located:
-    """A tensor of which only the storage is known."""
+    """Replaces a tensor; only its storage is known."""
 
     def __init__(self, storage: Any, *_: Any) -> None:
         self.cdata = storage._untyped_storage._cdata if isinstance(storage, TypedStorage) else 0
 
 
 class _TolerantUnpickler(pickle.Unpickler):
-    """Reads the containers of a pickle; nothing of what it names is imported or called."""
+    """Reads the containers of a pickle; imports and calls nothing that the pickle names."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
@@ -166,15 +167,16 @@ def _path_of(tree: Any, cdata: int, path: str = "") -> str:
 
 
 def dump(tree: Any, *, is_leaf: Callable[[type], bool] | None = None) -> Structure:
-    """Pickles the structure of a tree. Nothing in the result changes when the tree does, except its storages' bytes.
+    """Pickles the structure of a tree. Later changes of the tree do not change the result, except the bytes of
+    storages.
 
-    Thread: training. About 2 microseconds a tensor; no bytes of tensors are read.
+    Thread: training. Takes about 2 microseconds per tensor; reads no bytes of tensors.
 
     Args:
-        is_leaf: classes whose objects are not pickled, but stand as leaves.
+        is_leaf: accepts classes whose objects are not pickled, but stored as leaves.
 
     Raises:
-        ConfigError: an object that cannot be pickled, or a storage without memory; names where it is.
+        ConfigError: an object cannot be pickled, or a storage has no memory; the error names its path.
     """
     try:
         return _dump(tree, is_leaf)
@@ -195,16 +197,16 @@ def dump(tree: Any, *, is_leaf: Callable[[type], bool] | None = None) -> Structu
 
 
 def without_refused(tree: Any, *, is_leaf: Callable[[type], bool] | None = None) -> Any:
-    """The tree with None in place of each object that :func:`dump` refuses; containers on the way are copied.
+    """The tree with None in place of each object that :func:`dump` refuses; containers that hold one are copied.
 
-    For a rank of whose Python objects nothing is stored. Slow: what is refused is pickled once for each level above it.
+    For a rank whose Python objects are not stored. Slow: a refused object is pickled once for each level above it.
     """
     return _stripped(tree, is_leaf, set())
 
 
 def _stripped(tree: Any, is_leaf: Callable[[type], bool] | None, within: set[int]) -> Any:
     if id(tree) in within:
-        return None  # it contains itself
+        return None  # a container that contains itself
     try:
         _dump(tree, is_leaf)
     except Exception:  # Boundary: as in dump.
@@ -221,7 +223,7 @@ def _stripped(tree: Any, is_leaf: Callable[[type], bool] | None, within: set[int
 
 def _dump(tree: Any, is_leaf: Callable[[type], bool] | None) -> Structure:
     if is_leaf is not None and is_leaf(Tensor):
-        return _pickled(_FullPickler, tree, is_leaf)  # the other one describes plain tensors whatever they are
+        return _pickled(_FullPickler, tree, is_leaf)  # _Pickler would not ask is_leaf about plain tensors
     try:
         return _pickled(_Pickler, tree, is_leaf)
     except _NeedsFullPickler:
@@ -234,7 +236,7 @@ def _pickled(kind: type[_Pickler], tree: Any, is_leaf: Callable[[type], bool] | 
     try:
         pickler.dump(pickler.with_tables(tree))
     except _NeedsMemo:
-        del pickler.reducer_override  # as below
+        del pickler.reducer_override  # a cycle, as below
         file = io.BytesIO()
         pickler = kind(file, is_leaf)
         pickler.dump(tree)
@@ -247,7 +249,7 @@ def _pickled(kind: type[_Pickler], tree: Any, is_leaf: Callable[[type], bool] | 
 
 
 def _culprit(tree: Any, is_leaf: Any, error: Exception) -> tuple[str, Any, Exception]:
-    """(where, object, reason) of the innermost part of a tree that cannot be pickled."""
+    """(path, object, reason) of the innermost part of a tree that cannot be pickled."""
     path: list[str] = []
     seen: set[int] = set()  # a tree may contain itself
     while id(tree) not in seen:
@@ -264,36 +266,37 @@ def _culprit(tree: Any, is_leaf: Any, error: Exception) -> tuple[str, Any, Excep
 
 
 class _NeedsMemo(Exception):
-    """A container is within itself, or a tensor of a table is in the tree once more: only the pickler's memo makes one
-    object of the two."""
+    """A container is inside itself, or the tree has a tensor of a table in another place, too: only the pickler's memo
+    keeps the two references one object."""
 
 
 class _NeedsFullPickler(Exception):
-    """The tree holds what only :class:`_FullPickler` can pickle."""
+    """The tree holds something that only :class:`_FullPickler` can pickle."""
 
 
 class _Pickler(pickle.Pickler):
     """The C pickler, with a marker in place of each plain tensor.
 
-    A tensor in C order is a storage of its own, also when it is a part of a larger one; torch would store all of that.
-    Tensors at the same bytes share one.
+    A tensor in C order is stored as a storage of its own, even if it is part of a larger one, which torch would store
+    whole. Tensors with the same bytes share one storage.
     """
 
     def __init__(self, file: io.BytesIO, is_leaf: Callable[[type], bool] | None) -> None:
         super().__init__(file, protocol=2)
-        # The highest byte is below 0x80, so that the number is positive and takes 16 bytes.
+        # The top byte is below 0x80, so that the number is positive and takes 16 bytes.
         self.nonce = os.urandom(11) + b"\x5a"
         self.base = int.from_bytes(self.nonce, "little") << 32
         self.extents: list[tuple[Tensor, int, int]] = []
         self.storages: list[tuple[int, str]] = []
-        #: For each marker: (storage, dtype, shape, requires_grad), and (offset, strides) of a tensor not in C order.
+        #: Description for each marker: (storage, dtype, shape, requires_grad), and, if not in C order, (offset,
+        #: strides).
         self.tensors: list[Any] = []
         self.leaves: list[Any] = []
         self.leaf_uses: dict[int, int] = {}
         self.torch_described: set[int] = set()
         self.is_leaf = is_leaf
-        #: Storages by (address, bytes, dtype): a shorter view of the same bytes must not come between two tied tensors,
-        #: and torch loads all tensors of a storage as one dtype.
+        #: (address, bytes, dtype) -> storage number. The size is in the key, so that a shorter view of the same memory
+        #: does not replace an entry; the dtype, because torch loads all tensors of a storage as one dtype.
         self.indices: dict[tuple[int, int, torch.dtype], int] = {}
         self._substitutes: dict[int, Any] = {}
         self._looked_into = 0
@@ -301,9 +304,10 @@ class _Pickler(pickle.Pickler):
         self.reducer_override: Any = _reducer(self, self._other_tensor)
 
     def with_tables(self, value: Any, depth: int = 0) -> Any:
-        """The tree with a marker in each dict of plain tensors, so that the pickler need not look at every tensor.
+        """The tree with a marker in place of the items of each dict of plain tensors, so that the pickler need not
+        visit every tensor.
 
-        The tree itself is not changed; containers on the way are copied.
+        The tree itself is not changed; containers that hold such a dict are copied.
         """
         class_ = type(value)
         if depth > _DEEPEST or class_ not in _CONTAINERS or not value or self._looked_into >= _MOST_CONTAINERS:
@@ -329,12 +333,13 @@ class _Pickler(pickle.Pickler):
                 if any(new is not old for new, old in zip(items.values(), value.values(), strict=True)):
                     made = class_(items)
             if class_ is OrderedDict and made is not value:
-                made.__dict__.update(value.__dict__)  # torch keeps the versions of modules as an attribute
+                made.__dict__.update(value.__dict__)  # torch keeps module versions in this attribute
         self._substitutes[id(value)] = made
         return made
 
     def _add_table(self, value: Mapping[Any, Any], classes: set[type]) -> int | None:
-        """Registers a dict of plain tensors, or one of dicts of them; the number for its marker, None for others."""
+        """Registers a dict of plain tensors, or a dict of such dicts; returns the number for its marker, None for other
+        dicts."""
         if classes == _ONLY_TENSORS:
             keys: Any = tuple(value)
             tensors = list(value.values())
@@ -361,14 +366,14 @@ class _Pickler(pickle.Pickler):
             return None
         indices, first = self.indices, len(self.storages)
         sizes = list(map(_get_nbytes, tensors))
-        # Nearly always each tensor is all of its storage, which two comparisons of lists show.
+        # Nearly always each tensor is its whole storage, which two comparisons of lists show.
         whole = addresses == begins and lengths == sizes
         if not whole and not all(map(_is_within, addresses, sizes, begins, lengths)):
             return None
         places = zip(addresses, sizes, dtypes, strict=True)
         mine = dict(zip(places, range(first, first + len(tensors)), strict=True))
         if len(mine) != len(tensors) or 0 in addresses or not indices.keys().isdisjoint(mine):
-            return None  # tied or empty tensors: one by one
+            return None  # tied or empty tensors are pickled one by one
         indices.update(mine)
         self.extents += zip(tensors, addresses, sizes, strict=True)
         on_cpu = all(map(_get_is_cpu, tensors))
@@ -399,7 +404,11 @@ class _Pickler(pickle.Pickler):
         raise _NeedsFullPickler
 
     def _add_storage(self, storage: UntypedStorage, dtype: torch.dtype, tensor: Tensor | None = None) -> int:
-        """The number of a whole storage."""
+        """Registers a whole storage; returns its number.
+
+        Raises:
+            WithoutMemory: the storage has no memory.
+        """
         index = self._whole.get((storage._cdata, dtype))
         if index is None:
             nbytes, address = storage.nbytes(), 0 if storage.device.type == "meta" else storage.data_ptr()
@@ -417,10 +426,10 @@ class _Pickler(pickle.Pickler):
         return index
 
 
-#: In place of a container's copy while that is made.
+#: Marks a container whose copy is still being made.
 _UNFINISHED = object()
-#: Containers below this depth are left to the pickler, and those after so many: a state has few with tensors, and a
-#: list of a million dicts would take seconds.
+#: Containers deeper than _DEEPEST, and those beyond the first _MOST_CONTAINERS, are left to the pickler: a state has
+#: few containers with tensors, and a list of a million dicts would take seconds.
 _DEEPEST, _MOST_CONTAINERS = 16, 2048
 _CONTAINERS = frozenset({dict, OrderedDict, list})
 _ONLY_TENSORS, _ONLY_DICTS, _NAMES = {Tensor}, {dict}, frozenset({str, int})
@@ -435,14 +444,16 @@ _storage_nbytes: Any = UntypedStorage.nbytes
 
 
 def _is_within(address: int, nbytes: int, begin: int, length: int) -> bool:
-    """False for a tensor whose storage was made smaller, or freed: its address means nothing, and need not be 0."""
+    """False for a tensor whose storage was made smaller or freed: its address is then meaningless, though not always
+    0."""
     return begin <= address and address + nbytes <= begin + length
 
 
 def _reducer(pickler: _Pickler, other_tensor: Callable[[Tensor], Any]) -> Callable[[Any], Any]:
-    """The function that a pickler calls for every object which is not of a builtin class.
+    """The function that a pickler calls for every object that is not of a builtin class.
 
-    A closure with everything at hand: it runs for every tensor at every save, while the training thread waits.
+    It is a closure over all that it needs, for speed: it runs for every tensor at every save, while the training thread
+    waits.
     """
     tensors, extents, storages = pickler.tensors, pickler.extents, pickler.storages
     base, is_leaf = pickler.base, pickler.is_leaf
@@ -475,7 +486,7 @@ def _reducer(pickler: _Pickler, other_tensor: Callable[[Tensor], Any]) -> Callab
                     return rebuild_tensor, (base | len(tensors) - 1,)
             return other_tensor(obj)
         if class_ is parameter and not obj.__dict__:
-            # By an alias with the same version counter, so that changes in place are noticed.
+            # Pickled through an alias with the same version counter, so that in-place changes are noticed.
             return _rebuild_parameter, (obj.detach(), obj.requires_grad, OrderedDict())
         if class_ in torch_storages or (is_leaf is not None and is_leaf(class_)):
             raise _NeedsFullPickler
@@ -485,7 +496,7 @@ def _reducer(pickler: _Pickler, other_tensor: Callable[[Tensor], Any]) -> Callab
 
 
 class _FullPickler(_Pickler):
-    """Also pickles tensors of any other kind, as torch describes them, and lets leaves stand for themselves."""
+    """Also pickles tensors of all other kinds, as torch describes them, and stores leaves as stand-ins."""
 
     def __init__(self, file: io.BytesIO, is_leaf: Callable[[type], bool] | None) -> None:
         super().__init__(file, is_leaf)
@@ -507,7 +518,7 @@ class _FullPickler(_Pickler):
         self.reducer_override = reduce
 
     def persistent_id(self, obj: Any) -> Any:
-        if id(obj) in self.leaf_uses:  # once more: the first time it comes here it is not known yet
+        if id(obj) in self.leaf_uses:  # a further reference; at the first one reduce has not registered the leaf yet
             self.leaf_uses[id(obj)] += 1
         if isinstance(obj, _LeafStorage):
             return ("storage", torch.ByteStorage, obj.key, "cpu", 0)
@@ -525,13 +536,14 @@ class _FullPickler(_Pickler):
         return value if self.is_leaf is not None else super().with_tables(value, depth)
 
     def _by_torch(self) -> Any:
-        return NotImplemented  # torch describes the tensor, by its storage
+        return NotImplemented  # torch then describes the tensor, by its storage
 
 
 def _check_memory(tensor: Tensor) -> None:
-    """Raises :class:`WithoutMemory` for a tensor that reaches beyond its storage, which was freed or made smaller.
+    """Raises :class:`WithoutMemory` for a tensor that reaches beyond its storage, because that was freed or made
+    smaller.
 
-    Says nothing of tensors that have no storage at all: what there is of them, torch describes.
+    Accepts tensors without any storage: torch describes those in its own way.
     """
     try:
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or not tensor.numel():
@@ -550,7 +562,7 @@ def _check_memory(tensor: Tensor) -> None:
         )
 
 
-#: Dtypes of tensors in C order that are described here: not complex ones, which may be lazy conjugates.
+#: Dtypes of C-ordered tensors that are described here; not complex ones, which may be lazy conjugates.
 _PLAIN_DTYPES = frozenset(dtype for dtype in STORAGE_CLASSES if not dtype.is_complex)
 
 
@@ -559,7 +571,7 @@ def _location(tensor: Tensor) -> str:
 
 
 class _LeafStorage:
-    """The storage of an empty tensor that stands for a leaf."""
+    """The storage of the empty tensor that stands for a leaf."""
 
     def __init__(self, key: str) -> None:
         self.key = key

@@ -1,4 +1,4 @@
-"""Names the tensors of a state tree by their paths, and puts others in their place."""
+"""Names the tensors of a state tree by their paths, and replaces them."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def is_leaf(value: Any) -> bool:
-    """True for a tensor, and for what a registered kind takes."""
+    """True for a tensor, and for an object that a registered leaf kind takes."""
     return isinstance(value, Tensor) or kind_of_class(type(value)) is not None
 
 
 def keyed_leaves(tree: Any, is_leaf: Callable[[Any], bool] = is_leaf) -> dict[str, Any]:
-    """Every leaf of a tree (tensors and what registered kinds take) by its key, which is its path.
+    """Path -> leaf, for every leaf of a tree (tensors, and objects that registered leaf kinds take).
 
-    A leaf that occurs twice has two keys. Dicts, lists, tuples and what derives from them are looked into.
+    A leaf that occurs twice has two paths. Looks into dicts, lists, tuples, deques and their subclasses.
     """
     found: dict[str, Any] = {}
 
     def take(leaf: Any, path: str) -> Any:
         key = path[1:] or "value"
-        while key in found:  # different paths may give the same text: 1 and "1"
+        while key in found:  # different paths may have the same text: 1 and "1"
             key += "~"
         found[key] = leaf
         return leaf
@@ -60,7 +60,7 @@ def keyed_leaves(tree: Any, is_leaf: Callable[[Any], bool] = is_leaf) -> dict[st
 
 
 def count_leaves(tree: Any, is_leaf: Callable[[Any], bool] = is_leaf) -> collections.Counter[int]:
-    """How often :func:`keyed_leaves` would find each leaf, by its ``id``, if it looked into each container once."""
+    """Id of a leaf -> how often :func:`keyed_leaves` would find it if it looked into each container only once."""
     found: collections.Counter[int] = collections.Counter()
     seen: set[int] = set()
 
@@ -77,13 +77,13 @@ def count_leaves(tree: Any, is_leaf: Callable[[Any], bool] = is_leaf) -> collect
 
 
 def replace_leaves(tree: Any, replacement: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = is_leaf) -> Any:
-    """The tree with ``replacement(leaf)`` in the place of each leaf. Containers are changed in place where they can
-    be."""
+    """The tree with ``replacement(leaf)`` in place of each leaf. Changes containers in place, except tuples, which are
+    made anew."""
     return _walk(tree, "", lambda leaf, _: replacement(leaf), is_leaf)
 
 
 def _under(path: str, key: object) -> str:
-    """The path of what is in a container under a key: each part begins with a slash."""
+    """The path of an item in a container; each part of a path begins with a slash."""
     part = str(key)
     if "%" in part or "/" in part:
         part = part.replace("%", "%25").replace("/", "%2F")

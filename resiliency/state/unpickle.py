@@ -26,17 +26,17 @@ _typed_storage: Any = TypedStorage  # torch does not annotate it
 def unpickle(
     data: bytes, storage: Callable[[str, int], UntypedStorage], *, allow_pickle: bool = False
 ) -> tuple[Any, Counter[str]]:
-    """The tree of a pickled structure, and how many of its tensors and storages use each storage, by its key.
+    """The tree of a pickled structure; and, by storage key, how many of its tensors and storages use that storage.
 
     Args:
-        storage: returns the storage of a key, of at least this many bytes.
-        allow_pickle: False: as ``torch.load(weights_only=True)`` does, which honours
-            ``torch.serialization.add_safe_globals``. True: any class; only for files you trust, because it can run
+        storage: returns the storage of a key, with at least the given number of bytes.
+        allow_pickle: False: load only what ``torch.load(weights_only=True)`` would, which honours
+            ``torch.serialization.add_safe_globals``. True: load any class; only for files you trust, because it can run
             code.
 
     Raises:
-        pickle.UnpicklingError: a class that may not be loaded; torch's message says how to allow it.
-        ConfigError: not the pickle of a checkpoint.
+        pickle.UnpicklingError: a class may not be loaded; torch's message says how to allow it.
+        ConfigError: the data is not the pickle of a checkpoint.
     """
     uses: Counter[str] = Counter()
 
@@ -46,7 +46,7 @@ def unpickle(
         _, kind, key, _, numel = reference
         key = str(key)
         uses[key] += 1
-        dtype = torch.uint8 if kind is torch.UntypedStorage else kind._dtype  # without the warning of ``dtype``
+        dtype = torch.uint8 if kind is torch.UntypedStorage else kind._dtype  # the property ``dtype`` would warn
         return _typed_storage(wrap_storage=storage(key, numel * dtype.itemsize), dtype=dtype, _internal=True)
 
     try:
