@@ -129,7 +129,7 @@ def check_in_place(tier: Tier, step: Manifest | UnfinishedStep, ranks: Collectio
         for file, nbytes in ((record_file(record.rank), None), (record.file, record.nbytes)):
             path = os.path.join(folder, file)
             if not os.path.isfile(path) or (nbytes is not None and os.path.getsize(path) != nbytes):
-                raise FileNotFoundError(errno.ENOENT, "it was gone before the step was whole", path)
+                raise FileNotFoundError(errno.ENOENT, "it was deleted or cut before the step was complete", path)
 
 
 def is_in_place(tier: Tier, step: Manifest | UnfinishedStep, ranks: Collection[int]) -> bool:

@@ -138,7 +138,7 @@ class HostAgent:
             # An earlier attempt's agent may have removed the folders since the ranks looked; from now on it cannot.
             restore_folders(self._tier, self.config.run)
         except OSError as error:
-            logger.warning("what files of run %r are checkpoints cannot be told: %s", self.config.run, error)
+            logger.warning("cannot find out which files are checkpoints of run %r: %s", self.config.run, error)
         self._rescan(finish=True)
         self._syncs.submit(self._delete_partial_files)
         committed = self._steps.select(lambda step: step.committed is not None)
@@ -574,7 +574,8 @@ class HostAgent:
             self._discard(step, never_whole=True)
         if not isinstance(error, AgentError) and os.path.lexists(self._path(step, record_file(0))):
             reason += (
-                "; all its shards are recorded: it goes when a later step is durable, or else the next start has it"
+                "; all its shards are recorded: the step is deleted once a later one is durable, else the next start"
+                " commits it"
             )
         self._report.log_failed(step, Stage.COMMITTED, tier, reason, will_retry=True)
         logger.info("checkpoint of step %d failed: %s", step.step, reason)
@@ -683,7 +684,7 @@ class HostAgent:
             with self._traces.span("prune"):
                 self._pruner.prune()
         except AgentError as error:
-            self._report.warn_once("superseded", "nothing is deleted any more: %s", error)
+            self._report.warn_once("superseded", "no checkpoints are deleted any more by this agent: %s", error)
 
     def _find_commits_of_others(self) -> None:
         """Notices the steps that another agent, of another host or of another rank, has committed in the same

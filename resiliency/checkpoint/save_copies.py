@@ -126,7 +126,7 @@ class SaveCopies:
             except OSError as error:
                 failure = error
             except Exception as error:  # Boundary: the copy thread must survive.
-                logger.exception("a shard that was copied could not be told to the agent")
+                logger.exception("the agent could not be told of a copied shard: this save fails")
                 failure = error
         self._saves.copy_failed(save.in_flight, failure)
 

@@ -237,7 +237,7 @@ class Snapshot:
             try:
                 afterwards()
             except Exception:  # Boundary: as above.
-                logger.exception("what follows a save could not be done")
+                logger.exception("the check whether a save can be loaded has failed; the save itself is complete")
 
     def _await_verdict(self) -> BaseException | None:
         while not self._verdicts:
@@ -395,7 +395,9 @@ class Snapshot:
         while self.work(helping=True):
             continue
         if not self.copied.wait(HELPER_S):
-            logger.warning("a storage is resized while it is being copied, for which it was waited %.0f s", HELPER_S)
+            logger.warning(
+                "a storage is resized while it is being copied; its copy had not ended after %.0f s", HELPER_S
+            )
         with self._comparing:
             self._kept = None
 

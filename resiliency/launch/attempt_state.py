@@ -75,7 +75,9 @@ class ProcessState:
             if self.folder is not None and self.folder != _folder():
                 os.chdir(self.folder)
         except OSError as error:
-            logger.warning("the attempt that ended has left the folder %s, which is gone: %s", self.folder, error)
+            logger.warning(
+                "the working directory %s of before the attempt cannot be returned to: %s", self.folder, error
+            )
         torch: Any = sys.modules.get("torch")
         if torch is None or self.torch is None:
             return
@@ -173,4 +175,7 @@ def _run(step: Callable[[Any, _TorchState], None], torch: Any, before: _TorchSta
     try:
         step(torch, before)
     except Exception:  # Boundary: private functions of torch, as above.
-        logger.warning("settings of torch that the attempt that ended has made stay", exc_info=True)
+        logger.warning(
+            "torch settings of the ended attempt (autocast, grad mode, device) could not be reset and stay",
+            exc_info=True,
+        )

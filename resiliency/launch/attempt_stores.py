@@ -18,19 +18,21 @@ class AttemptStores:
     store is open it leaves at once.
 
     Args:
-        keep_s: seconds that a rank may take to leave its attempt. When a new store is made, the one before it is kept,
-            and earlier ones that were made more than this long ago are closed.
+        keep_s: seconds that a rank may take to leave its attempt. When a new store is made, those that were replaced
+            longer ago than this are closed.
     """
 
     def __init__(self, *, keep_s: float) -> None:
         self.keep_s = keep_s
-        #: (monotonic seconds at creation, store); the last one is in use.
-        self._stores: list[tuple[float, TCPStore]] = []
+        self._current: TCPStore | None = None
+        #: (monotonic seconds when it was replaced, store), oldest first.
+        self._replaced: list[tuple[float, TCPStore]] = []
 
     def make(self) -> TCPStore:
         """Opens a new store on a free port, listening on all addresses of this host. Blocks: no."""
-        store, now = TCPStore("localhost", 0, is_master=True, wait_for_workers=False), time.monotonic()
-        last = self._stores[-1:]
-        kept = [one for one in self._stores[:-1] if now - one[0] < self.keep_s]
-        self._stores = [*kept, *last, (now, store)]
-        return store
+        now = time.monotonic()
+        self._replaced = [one for one in self._replaced if now - one[0] < self.keep_s]
+        if self._current is not None:
+            self._replaced.append((now, self._current))
+        self._current = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        return self._current

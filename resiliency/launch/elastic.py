@@ -430,8 +430,8 @@ class StandbyAgent(LocalElasticAgent):
         first = first_failure(failures)
         if first.exit_code == PREEMPTED:
             logger.warning(
-                "rank %d was told to go: the ranks have saved and left, and this host is not restarted; started again,"
-                " the job resumes",
+                "rank %d was preempted: the ranks of this host have saved and ended, and this launcher does not restart"
+                " them; start the job again to resume it",
                 first.rank,
             )
             return
@@ -462,7 +462,9 @@ class StandbyAgent(LocalElasticAgent):
         worker_group.state = WorkerState.STOPPED
         delay_s = delay_before_restart(self._lengths_s, quick_s=self._options.crash_loop_s)
         if delay_s:
-            logger.warning("attempts fail as soon as they begin; the next one waits for %.0f s", delay_s)
+            logger.warning(
+                "crash loop: the last attempts failed soon after their start; the next one starts in %.0f s", delay_s
+            )
             threading.Event().wait(delay_s)  # a signal interrupts the wait by raising torch's exception
         self._initialize_workers(worker_group)
 

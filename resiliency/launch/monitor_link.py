@@ -157,7 +157,9 @@ class MonitorLink:
         pid, user, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         if user != os.getuid():
             connection.close()
-            self._retry(f"process {pid} that listens there is of user {user}, not of this one, and is not obeyed")
+            self._retry(
+                f"process {pid} that listens there belongs to user {user}, not to this one; its orders are ignored"
+            )
             return
         self._socket = connection
         logger.info("connected to the host monitor at %r (process %d)", self.name, pid)

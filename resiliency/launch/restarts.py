@@ -82,7 +82,12 @@ def failure_text(
     if restarts_left is not None:
         lines[0] += f"; {restarts_left or 'no'} restart{'' if restarts_left == 1 else 's'} left"
     if staying:
-        lines[0] += f"; {staying} rank{'' if staying == 1 else 's'} of this host stay{'s' if staying == 1 else ''}"
+        who = (
+            "the process of 1 rank of this host goes"
+            if staying == 1
+            else f"the processes of {staying} ranks of this host go"
+        )
+        lines[0] += f"; {who} on in the next attempt"
     if last_lines:
         lines.append(f"its last lines, of {failure.log}:")
         lines += [f"  {line}" for line in last_lines]
@@ -102,7 +107,7 @@ def lost_peer_text(errors: Mapping[int, str], *, ended: Sequence[int], within_s:
         text += f"; {_ranks(ended)} ended with status 0 before the others"
     elif not one_host:
         text += "; a rank of another host may be gone"
-    lines = [f"{text}: all begin again"]
+    lines = [f"{text}: the launcher restarts all ranks"]
     for rank in sorted(errors):
         *where, last = errors[rank].splitlines() or [""]
         lines += [f"  rank {rank}: {last}", *(f"    {line}" for line in where)]

@@ -63,7 +63,7 @@ def main(words: Sequence[str], *, local_cluster: LocalCluster | None = None) -> 
         return local_cluster(parser, args, words[: _end_of_flags(parser, words)])
     for flag in ("--state-dir", "--supervisor-set", "--network-namespaces"):
         if _was_given(parser, args, flag):
-            parser.error(f"{flag} is the supervisor's, and there is none without --spares")
+            parser.error(f"{flag} needs --spares: without it there is no supervisor")
     if args.local_hosts:
         from resiliency.launch import local_hosts
 

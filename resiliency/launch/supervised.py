@@ -145,7 +145,7 @@ class SupervisedRendezvous(RendezvousHandler):
         if kind == "place":
             place = Place.of(message)
             if not self.orders.give(place):
-                logger.info("a place of epoch %d is of the past, and is not taken", place.epoch)
+                logger.info("a place of epoch %d is older than the present one, and is ignored", place.epoch)
         elif kind == "no_place":
             self.orders.withdraw()
         elif kind == "completed":

@@ -110,7 +110,9 @@ class SupervisedAgent(StandbyAgent):
             self._reports.ended(preempted=True)
         elif not self._reports.has_said_why:
             for worker in self._worker_group.workers:
-                self._reports.lost(worker.global_rank, 1, reason="torch's launcher has given it up")
+                self._reports.lost(
+                    worker.global_rank, 1, reason="torch's elastic agent reported a failure and named no rank"
+                )
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         orders = self._monitor.orders
@@ -279,8 +281,8 @@ class SupervisedAgent(StandbyAgent):
         running = self._running_ranks()
         deaf = [rank for rank, process in running.items() if not self._links.want_save(process.pid, step)]
         if deaf or not running:
-            reason = "there are no ranks" if not running else f"nothing in rank {deaf[0]} saves when it is asked to"
-            logger.info("asked for a save after step %d: %s; the newest one of its own counts", step, reason)
+            reason = "no rank runs" if not running else f"rank {deaf[0]} has no callback that saves on request"
+            logger.info("a save after step %d was requested: %s; the job's newest own checkpoint is used", step, reason)
             self._reports.saved(problem=reason)
             return
         self._saves_after = step

@@ -377,7 +377,8 @@ def _end_stuck(thread: int) -> None:
     frame = sys._current_frames().get(thread)
     where = f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})" if frame is not None else "unknown"
     logger.warning(
-        "this rank waits in native code that cannot be interrupted, for something that no longer comes, in %s; it ends",
+        "this rank is stuck in native code that cannot be interrupted, called in %s; its process ends, and the launcher"
+        " starts a new one",
         where,
     )
     sys.stderr.flush()

@@ -90,4 +90,4 @@ def test_nobody_waits_for_a_rank_that_died_before_it_was_connected(launch: Any, 
     _kill(_wait_for_all(folder, "connected", attempt)[1][0])
     assert job.wait() == 0, job.text[-3000:]
     assert "did not leave its attempt" not in job.text
-    assert "waits in native code" not in job.text
+    assert "is stuck in native code" not in job.text

@@ -77,7 +77,7 @@ HALF_A_MESSAGE = """
 def test_a_rank_stays_whose_peer_died_in_the_middle_of_a_message(launch: Any, tmp_path: Any) -> None:
     job = launch(HALF_A_MESSAGE, "--nproc-per-node", 2, "--max-restarts", 2, "--crash-loop", 0, arguments=[tmp_path])
     assert job.wait(60) == 0, job.text
-    assert "this rank waits in native code" not in job.text, job.text
+    assert "this rank is stuck in native code" not in job.text, job.text
     assert len(set(re.findall(r"rank 0 attempt \d process (\d+)", job.text))) == 1, job.text
     assert len(set(re.findall(r"rank 1 attempt \d process (\d+)", job.text))) == 3, job.text
     assert re.findall(r"rank \d sums (\d)", job.text) == ["2", "2"], job.text

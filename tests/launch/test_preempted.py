@@ -65,7 +65,7 @@ def test_ranks_that_are_told_to_go_are_not_restarted_and_the_next_start_goes_on(
     job.descendants()
     os.kill(pids[1] if whom == "a rank" else job.pid, signal.SIGTERM)
     assert job.wait() == PREEMPTED, job.text
-    assert "saved and left" in job.text and "Traceback" not in job.text
+    assert "have saved and ended" in job.text and "Traceback" not in job.text
     assert job.text.count("begins after 0") == 2, "they were started again"
     assert (tmp_path / "preempted.ckpt").exists() and job.left() == []
     import torch

@@ -84,7 +84,7 @@ def test_what_is_said_of_lost_peers_has_their_errors_and_what_may_be_the_cause()
     errors = {2: "RuntimeError: closed", 0: "Traceback\n  in f\nConnectionError: refused"}
     assert lost_peer_text(errors, ended=[1], within_s=2, one_host=True).splitlines() == [
         "ranks 0, 2 have lost a peer, and no rank of this host has failed within 2 s; rank 1 has ended with status 0"
-        " before the others: all begin again",
+        " before the others: the launcher restarts all ranks",
         "  rank 0: ConnectionError: refused",
         "    Traceback",
         "      in f",
@@ -92,6 +92,6 @@ def test_what_is_said_of_lost_peers_has_their_errors_and_what_may_be_the_cause()
     ]
     text = lost_peer_text({3: "RuntimeError: closed"}, ended=[], within_s=5, one_host=False)
     assert text.splitlines()[0] == (
-        "rank 3 has lost a peer, and no rank of this host has failed within 5 s; a rank of another host may be gone: all"
-        " begin again"
+        "rank 3 has lost a peer, and no rank of this host has failed within 5 s; a rank of another host may be gone: the launcher restarts all"
+        " ranks"
     )

@@ -163,7 +163,7 @@ def test_a_crash_loop_waits_longer_each_time_and_is_given_up(launch: Any) -> Non
     began = time.monotonic()
     assert job.wait() == EXIT_GAVE_UP
     assert time.monotonic() - began >= 1 + 2
-    waits = re.findall(r"the next one waits for (\d+) s", job.text)
+    waits = re.findall(r"the next one starts in (\d+) s", job.text)
     assert waits == ["1", "2"] and job.text.count("exited with 3") == 4
 
 

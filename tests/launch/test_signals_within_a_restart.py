@@ -57,7 +57,7 @@ def test_a_launcher_that_is_told_to_end_while_it_waits_for_the_next_attempt_ends
     job = launch(CRASH_LOOP, "--nproc-per-node", 2, "--max-restarts", 99, "--crash-loop", 60, arguments=[tmp_path])
     wait_for(tmp_path / "rank-0-4")  # the next pause is of 8 s
     deadline = time.monotonic() + 30
-    while "waits for 8 s" not in job.text:
+    while "starts in 8 s" not in job.text:
         assert time.monotonic() < deadline, job.text
         time.sleep(0.02)
     job.descendants()

@@ -325,7 +325,7 @@ def test_what_is_not_understood_is_refused_and_ends_nothing(cluster: Cluster) ->
     _page_when(host, lambda page: page["beats"] > 0)
     _say_nonsense(host)
     host.tell({"kind": "place", "epoch": 9}, {"kind": "stacks"}, {"kind": "save", "step": 7})
-    assert "saves when it is asked to" in host.wait("saved", epoch=1)[1]["problem"]
+    assert "has no callback that saves on request" in host.wait("saved", epoch=1)[1]["problem"]
     deadline = time.monotonic() + 30
     while "Thread 0x" not in cluster.jobs[host].text:  # the rank writes its stacks when it gets to it
         assert time.monotonic() < deadline, cluster.jobs[host].text
@@ -367,7 +367,7 @@ def test_a_monitor_of_another_user_is_not_obeyed(cluster: Cluster) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "it was told something"
     host.open()
     host.wait("waiting")
-    assert "is of user 65534" in cluster.jobs[host].text
+    assert "belongs to user 65534" in cluster.jobs[host].text
     cluster.finish()
 
 

@@ -98,7 +98,7 @@ def test_what_only_a_supervised_job_has_is_refused_without_one(
 ) -> None:
     with pytest.raises(SystemExit):
         run_command.main([*words, "train.py"])
-    assert f"{words[0]} is the supervisor's, and there is none without --spares" in capsys.readouterr().err
+    assert f"{words[0]} needs --spares: without it there is no supervisor" in capsys.readouterr().err
 
 
 @pytest.mark.namespaces
