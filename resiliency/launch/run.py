@@ -106,7 +106,7 @@ def main(words: Sequence[str], *, local_cluster: LocalCluster | None = None) -> 
             record(torchrun.run)(args)
     except SignalException as error:
         if any(agent.preempted for agent in agents):
-            logger.warning("%s has ended the job; the ranks of this host have saved and left", error.sigval.name)
+            logger.warning("%s has ended the job; the ranks of this host have saved and ended", error.sigval.name)
             return PREEMPTED
         logger.warning("%s has ended the job; the ranks of this host have ended", error.sigval.name)
         return 128 + error.sigval
