@@ -124,7 +124,7 @@ def _name(value: object) -> str:
 
 def _monotonic(value: object) -> float | None:
     """Seconds since a host was started; None when that is missing, negative or more than it can be."""
-    number = _number(value)
+    number = value if type(value) is float else _number(value)
     return number if number is not None and 0.0 <= number < MAX_SECONDS else None
 
 
@@ -184,12 +184,13 @@ class Collector:
 
     # -- any event -----------------------------------------------------------------------------------------------
 
-    def add(self, record: Event | Mapping[str, Any], *, raw: bytes | None = None) -> None:
+    def add(self, record: Event | Mapping[str, Any], *, raw: bytes | None = None, is_plain: bool = False) -> None:
         """Takes one event. Never raises on its content: unusable events are counted in ``quality``.
 
         Args:
             record: an :class:`Event`, or the object of one JSON line.
             raw: the line itself; with it, a copy of a line is dropped: log shippers deliver at least once.
+            is_plain: the text in it is known to be fit to be shown.
         """
         if isinstance(record, Event):
             record = {
@@ -203,11 +204,13 @@ class Collector:
                 "host": record.host,
                 "step": record.step,
             }
-        if not _are_plain(record.values()):
+        if not is_plain and not _are_plain(record.values()):
             record = _plain(record)
         kind = record.get("event_type")
         name = record.get("job_name")
-        run = self.run(name if isinstance(name, str) and name else "default")
+        if not isinstance(name, str) or not name:
+            name = "default"
+        run = self.runs.get(name) or self.run(name)
         run.events += 1
         if not isinstance(kind, str):
             run.quality["bad_values"] += 1
@@ -246,7 +249,10 @@ class Collector:
             if self._moved.get((run.name, attempt, known.lane), {}).get(host, ()) is not None:
                 known = None  # it is of another process
         if handler is not None:
-            segment = self._segment(run, kind, time, mono, attempt, rank, _count(record.get("node_rank")), host)
+            if known is not None and known.host and kind not in _BEGINNINGS:
+                segment: Segment | None = known  # as _segment: it is asked of each save
+            else:
+                segment = self._segment(run, kind, time, mono, attempt, rank, _count(record.get("node_rank")), host)
             if segment is not None:
                 owner = segment
                 time = segment.hear(time, mono)
@@ -268,7 +274,8 @@ class Collector:
         else:
             run.saw_alone(time)
         run.saw(time)
-        self._job_level(run, kind, time, rank, attempt, host, record, owner)
+        if kind not in _STALLS:
+            self._job_level(run, kind, time, rank, attempt, host, record, owner)
 
     # -- segments ------------------------------------------------------------------------------------------------
 
@@ -572,7 +579,7 @@ class Collector:
             run.scheduled = time if run.scheduled is None else min(time, run.scheduled)
         elif kind == EventKind.USER_TERMINATED:
             run.terminated = time if run.terminated is None else max(time, run.terminated)
-        elif kind not in _STALLS and kind.startswith("checkpoint_"):
+        elif kind.startswith("checkpoint_"):
             _checkpoint(run, kind, time, step, f"{rank}@{host}", record)
 
 
@@ -608,9 +615,11 @@ def _checkpoint(
         tier.saved[emitter if len(tier.saved) < 4096 else ""] += 1
         tier.bytes += _count(record.get("bytes")) or 0
         if step is not None:
-            tier.last_step = max(tier.last_step, step)
+            if step > tier.last_step:
+                tier.last_step = step
             run.saved(time, step)
-            run.max_saved_step = step if run.max_saved_step is None else max(run.max_saved_step, step)
+            if run.max_saved_step is None or step > run.max_saved_step:
+                run.max_saved_step = step
     elif kind == EventKind.CHECKPOINT_LOADED:
         tier.loaded[emitter if len(tier.loaded) < 4096 else ""] += 1
         seconds = _seconds(record.get("duration_s"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["plain"]
+__all__ = ["is_plain_json", "plain"]
 
 #: Control characters (a terminal obeys them), halves of characters (no file can hold them), and what turns the
 #: direction of the text around it.
@@ -21,3 +21,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(one) for one in value]
     return value
+
+
+def is_plain_json(text: str) -> bool:
+    """Whether :func:`plain` would change nothing in what this JSON text, which was parsed, holds; False where that is
+    not known without a look at each string: JSON has other control characters as escapes only."""
+    return text.isascii() and "\\" not in text and "\x7f" not in text

@@ -20,45 +20,49 @@ class SeenLines:
 
     def __init__(self, most_slots: int = MOST_SLOTS) -> None:
         self._most = most_slots
-        self._slots = _empty(min(_FIRST_SLOTS, most_slots))
-        self._count = 0
         self._before: array[int] | None = None
+        self._begin(min(_FIRST_SLOTS, most_slots))
+
+    def _begin(self, slots: int) -> None:
+        self._slots = array("q", bytes(8 * slots))
+        #: How many more lines it takes: two thirds of the slots are used.
+        self._left = slots * 2 // 3
 
     def seen(self, line: bytes) -> bool:
         """True when the line was here before; it has been here from now on."""
-        key = hash(line) & 0xFFFF_FFFF_FFFF_FFFF or 1
-        if self._before is not None and _find(self._before, key) < 0:
+        key = hash(line) or 1
+        if self._before is not None and self._before[_place(self._before, key)]:
             return True
-        place = _find(self._slots, key)
-        if place < 0:
-            return True
-        self._slots[place] = key
-        self._count += 1
-        if self._count * 3 > len(self._slots) * 2:
+        # As _place does, without the call: this is asked of every line that is no step.
+        slots = self._slots
+        last = len(slots) - 1
+        place = key & last
+        while held := slots[place]:
+            if held == key:
+                return True
+            place = (place + 1) & last
+        slots[place] = key
+        self._left -= 1
+        if self._left < 0:
             self._grow()
         return False
 
     def _grow(self) -> None:
-        if len(self._slots) >= self._most:
-            self._before, self._slots, self._count = self._slots, _empty(_FIRST_SLOTS), 0
+        old = self._slots
+        if len(old) >= self._most:
+            self._before = old
+            self._begin(_FIRST_SLOTS)
             return
-        slots = _empty(2 * len(self._slots))
-        for key in self._slots:
-            if key:
-                slots[_find(slots, key)] = key
-        self._slots = slots
+        self._begin(2 * len(old))
+        for key in filter(None, old):
+            self._slots[_place(self._slots, key)] = key
+            self._left -= 1
 
 
-def _empty(slots: int) -> array[int]:
-    return array("Q", bytes(8 * slots))
-
-
-def _find(slots: array[int], key: int) -> int:
-    """The free slot for a line, or -1 when the line is there."""
+def _place(slots: array[int], key: int) -> int:
+    """Where a line is, or the free slot for it."""
     last = len(slots) - 1
     place = key & last
-    while held := slots[place]:
-        if held == key:
-            return -1
+    while (held := slots[place]) and held != key:
         place = (place + 1) & last
     return place

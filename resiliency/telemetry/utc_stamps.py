@@ -9,24 +9,28 @@ __all__ = ["parse_stamp"]
 
 def parse_stamp(stamp: bytes | str | float | int | None) -> float | None:
     """UTC seconds of an ISO timestamp (UTC if it has no zone) or a number; None when it is neither."""
-    if isinstance(stamp, bool) or not isinstance(stamp, (bytes, str, float, int)):
-        return None
-    if isinstance(stamp, (int, float)):
+    if isinstance(stamp, (str, bytes)):
+        text = stamp if isinstance(stamp, str) else stamp.decode("ascii", "replace")
         try:
-            seconds = float(stamp)
-        except OverflowError:
-            return None
-    else:
-        text = stamp.decode("ascii", "replace") if isinstance(stamp, bytes) else stamp
-        moment = _iso(text.strip())
-        if moment is None:
-            return None
+            moment = datetime.fromisoformat(text)  # nearly all, on every Python
+        except ValueError:
+            other = _iso(text.strip())
+            if other is None:
+                return None
+            moment = other
         if moment.tzinfo is None:
             moment = moment.replace(tzinfo=timezone.utc)
         try:
             seconds = moment.timestamp()
         except (OverflowError, ValueError):
             return None
+    elif isinstance(stamp, (int, float)) and not isinstance(stamp, bool):
+        try:
+            seconds = float(stamp)
+        except OverflowError:
+            return None
+    else:
+        return None
     return seconds if 0.0 < seconds < 1e10 else None
 
 

@@ -11,14 +11,14 @@ __all__ = ["DENSE_STEP", "ENTRY_BREAK", "SORTED_STEP", "WrappedStep", "find_as_w
 ENTRY_BREAK = re.compile(rb"\n  \},\s*\n  \{\r?\n")
 
 #: Well formed and below 1e9, as in the reader; whole numbers may be written as ``40.0``.
-_N = rb"(\d{1,9}(?:\.\d{1,20})?(?:e-\d{1,3})?)"
-_INT = rb"(\d{1,18})(?:\.0)?"
+_N = rb"(\d{1,9}(?:\.\d{1,20}|)(?:e-\d{1,3}|))"
+_INT = rb"(\d{1,18})(?:\.0|)"
 _TEXT = rb'"([^"\\\n]*)"'
 
 
 def _pair(name: str, value: bytes, *, optional: bool = False) -> bytes:
     found = rb'"' + name.encode() + rb'":\s?' + value + rb",?\s*"
-    return rb"(?:" + found + rb")?" if optional else found
+    return rb"(?:" + found + rb"|)" if optional else found
 
 
 def _without_spaces(pattern: bytes) -> re.Pattern[bytes]:
@@ -48,7 +48,7 @@ _SORTED_TEXT = (
     + _pair("step_max_s", _N, optional=True)
     + _pair("step_s", _N)
     + _pair("timestamp", _TEXT)
-    + _pair("v", rb"1(?:\.0)?")
+    + _pair("v", rb"1(?:\.0|)")
     + rb"\}"
 )
 SORTED_STEP = re.compile(_SORTED_TEXT)
@@ -59,7 +59,7 @@ _AS_WRITTEN = re.compile(
     + _pair("timestamp", _TEXT)
     + _pair("job_name", _TEXT)
     + _pair("event_type", _STEP)
-    + _pair("v", rb"1(?:\.0)?")
+    + _pair("v", rb"1(?:\.0|)")
     + _pair("monotonic_s", _N)
     + _pair("attempt", _INT)
     + _pair("rank", _INT)

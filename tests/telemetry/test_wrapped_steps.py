@@ -71,8 +71,9 @@ def test_wrapped_logs_give_the_account_of_plain_ones(
     else:
         path.write_text(json.dumps(entries[::-1], indent=2 if shape == "array" else None))
     parsed: list[Any] = []
-    loads = reader_module._loads
-    monkeypatch.setattr(reader_module, "_loads", lambda text: parsed.append(text) or loads(text))
+    for name in ("_loads", "_decode"):
+        parse = getattr(reader_module, name)
+        monkeypatch.setattr(reader_module, name, lambda text, parse=parse: parsed.append(text) or parse(text))
     reader, found = summary_of(path)
     if shape != "compact array":
         assert len(parsed) == sum(event.kind != EventKind.STEP for event in job.events), "steps need no parsing"
