@@ -204,6 +204,9 @@ def _summaries(reader: LogReader, ledgers: list[Ledger], reference: float | None
         notes.append(f"Left out, because {held} no event: {_names(reader.left_out)}.")
     if reader.unread:
         notes.append(f"Not read, being neither a log nor one rotated or packed by gzip: {_names(reader.unread)}.")
+    if reader.measurements:
+        names = _names([Path(name) for name in reader.measurements])
+        notes.append(f"Not read, being of ml-goodput-measurement, whose own library reads them: {names}.")
     return [
         summarize(
             ledger,

@@ -87,6 +87,8 @@ class LogReader:
         self.cut: dict[str, str] = {}
         #: Lines of Google's ml-goodput-measurement, which has other events.
         self.measurement_lines = 0
+        #: The files that hold them.
+        self.measurements: dict[str, None] = {}
         self._offsets: dict[str, int] = {}
         #: The first bytes of each file, which begin with a time: another file may have taken its name.
         self._begins: dict[str, bytes] = {}
@@ -106,7 +108,10 @@ class LogReader:
         """
         before = self.lines
         for file in files:
+            others = self.measurement_lines
             self._read_file(os.fspath(file), final)
+            if self.measurement_lines > others:
+                self.measurements[os.fspath(file)] = None
         return self.lines - before
 
     def _read_file(self, path: str, final: bool) -> None:
@@ -360,10 +365,10 @@ class LogReader:
         return True
 
     def _resolve(self, name: bytes, who: bytes) -> tuple[RunFacts, Segment]:
-        run = self.collector.run(plain(name.decode("utf-8", "replace")))
+        run = self.collector.run(plain(_word(name)))
         match = _WHO.fullmatch(who)
         assert match is not None
-        host = plain(match[3].decode("utf-8", "replace"))
+        host = plain(_word(match[3]))
         attempt, rank = min(int(match[1]), 2**62), min(int(match[2]), 2**62)
         return run, self.collector.segment_for_step(run, attempt, rank, host)
 
@@ -455,6 +460,14 @@ def _text(line: bytes) -> str:
         if b"\0" in line:
             raise
         return line.decode("latin-1")
+
+
+def _word(name: bytes) -> str:
+    """As :func:`_text`, of what is in a line that is an event."""
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        return name.decode("latin-1")
 
 
 def _stamp(record: object) -> str:
