@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import json
 import os
@@ -88,6 +89,30 @@ def test_the_calculators_command_line_prints_and_exports_the_figures(tmp_path: P
     assert result.returncode == 0, result.stderr
     assert "50.00%" in result.stdout
     assert json.loads((tmp_path / "out.json").read_text())["goodput_percentage"] == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize("form", ["rotated", "array", "latin-1", "twice"])
+def test_the_calculator_reads_what_the_report_reads(form: str, tmp_path: Path) -> None:
+    lines = older_log(tmp_path / "event_log.log").read_text().splitlines()[:-1]
+    (tmp_path / "event_log.log").unlink()
+    if form == "rotated":
+        (tmp_path / "event_log.log.1.gz").write_bytes(gzip.compress("\n".join(lines[:4]).encode()))
+        (tmp_path / "event_log.log").write_text("\n".join(lines[4:]))
+    elif form == "array":
+        entries = [{"jsonPayload": json.loads(line), "insertId": "x"} for line in lines]
+        (tmp_path / "export.json").write_text(json.dumps(entries))
+    elif form == "latin-1":
+        (tmp_path / "event_log.log").write_bytes("\n".join(lines).replace("job-b", "jöb").encode("latin-1"))
+    else:
+        for name in ("event_log.log", "copy.log"):
+            (tmp_path / name).write_text("\n".join(lines))
+    tool = GoodputCalculator("job-a", str(tmp_path))
+    events = tool.load_events()
+    assert len(events) == 8
+    metrics = tool.calculate_goodput(tool.preprocess_events(events, "job-a"), 12.5)
+    assert metrics["goodput_percentage"] == pytest.approx(50.0)
+    assert (metrics["checkpoints_loaded"], metrics["checkpoints_saved"]) == (1, 2)
+    assert sum(metrics["badput_seconds"].values()) + metrics["useful_runtime_seconds"] == pytest.approx(1000)
 
 
 def test_the_calculator_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
