@@ -30,6 +30,8 @@ NOTICES = frozenset(
 )
 #: ``reason`` of a job_terminated that was announced beforehand, so that no time goes into detection.
 PLANNED = frozenset({"signal", "preempted", "preemption", "terminated", "drained"})
+#: Others that tell of no failure.
+_WELL = PLANNED | {"finished"}
 ABNORMAL = frozenset({"exception", "error", "killed", "crash", "failed"})
 #: A launcher on another host may report on an attempt this long after its end.
 LATE_NOTICE_S = 60.0
@@ -258,7 +260,8 @@ def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: 
         timing.noticed = min(notices) if notices else None
     elif bad or notices or following is not None:
         timing.outcome = "failed"
-        seen = bad + notices + [time for time, reason in ends.items() if not reason and time >= timing.progress]
+        told_ends = [time for time, reason in ends.items() if reason not in _WELL and time >= timing.progress]
+        seen = bad + notices + told_ends
         timing.noticed = max(min(seen), timing.progress) if seen else None
     elif ends:
         # The older library's launchers log that it ended, not how.

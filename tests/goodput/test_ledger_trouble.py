@@ -594,7 +594,8 @@ def test_a_death_that_only_the_agent_saw_names_its_rank_and_a_launcher_says_how(
     assert job.ledger().wall[Bucket.DETECTION] == 250_000, "the first notice counts"
 
 
-def test_an_end_that_was_told_is_not_without_a_word() -> None:
+@pytest.mark.parametrize("reason", ["", "out of memory"])
+def test_an_end_that_was_told_is_not_without_a_word(reason: str) -> None:
     job = crash()
     job.events = [event for event in job.events if event.kind != EventKind.WORKER_LOST]
     for rank in range(4):
@@ -607,11 +608,14 @@ def test_an_end_that_was_told_is_not_without_a_word() -> None:
                 attempt=0,
                 rank=rank,
                 host=f"host-{rank}",
-                fields={},
+                fields={"reason": reason} if reason else {},
             )
         )
-    (incident,) = [one for one in incidents(job.ledger()) if one.ended_attempt]
-    assert incident.what == "Ended, without a reason in the log"
+    ledger = job.ledger()
+    (incident,) = [one for one in incidents(ledger) if one.ended_attempt]
+    assert incident.what == (f"Ended by {reason}" if reason else "Ended, without a reason in the log")
+    assert ledger.wall[Bucket.DETECTION] > 0, "it was noticed then"
+    assert not ledger.notes
 
 
 def test_a_stall_after_the_last_step_is_a_stall() -> None:
