@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import sys
@@ -373,7 +374,7 @@ def watch(
     from resiliency.telemetry.reader import LogReader, find_logs
     from resiliency.telemetry.supervised import join_supervisors
 
-    windows, _ = _windows(since, "last", exclude)
+    windows = dataclasses.replace(_windows(since, "last", exclude)[0], is_running=True)
     paths = [*(log or []), *(more or [])]
     missing = [path for path in paths if not path.exists()]
     if missing:

@@ -194,7 +194,7 @@ def test_an_end_before_the_run_leaves_nothing(logs: Path) -> None:
         assert result.exit_code == 2 and "leave nothing of the run" in result.output
 
 
-@pytest.mark.parametrize("stretch", ["400..2001-01-01", "2099-01-01..10", "-5..10"])
+@pytest.mark.parametrize("stretch", ["400..2001-01-01", "2099-01-01..10", "-5..10", "10..-2d"])
 def test_a_stretch_that_turns_out_to_be_reversed_is_refused(logs: Path, stretch: str) -> None:
     result = run(app, ["report", str(logs), "--exclude", stretch])
     assert result.exit_code == 2 and "ends before it begins" in result.output
