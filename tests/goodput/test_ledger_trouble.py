@@ -618,6 +618,24 @@ def test_an_end_that_was_told_is_not_without_a_word(reason: str) -> None:
     assert not ledger.notes
 
 
+@pytest.mark.parametrize("reasons", [("exception", "signal"), ("signal", "exception")])
+def test_ranks_that_end_in_the_same_moment_for_different_reasons_count_both(reasons: tuple[str, str]) -> None:
+    job = Job(ranks=2)
+    job.start()
+    job.steps(30)
+    job.training = False
+    job.advance(2.0, Bucket.DETECTION)
+    for rank, reason in enumerate(reasons):
+        job.emit(EventKind.JOB_TERMINATED, rank, reason=reason)
+    job.start()
+    job.steps(30)
+    job.finish()
+    ledger = job.ledger()
+    assert ledger.timings[0].outcome == "failed"
+    assert [one.what for one in incidents(ledger)] == ["Ended by exception"]
+    assert_matches(ledger, job)
+
+
 def test_a_stall_after_the_last_step_is_a_stall() -> None:
     job = Job()
     job.start()
