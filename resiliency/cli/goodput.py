@@ -282,7 +282,7 @@ class _Gauges:
             if self._tensorboard is not None:
                 where = self._tensorboard
                 for summary in summaries:
-                    name = str(summary["run"]).replace("/", "_")
+                    name = str(summary["run"]).replace("/", "_").lstrip(".") or "_"  # a log may hold any name
                     if name not in self._files:
                         self._files[name] = ScalarFile(str(self._tensorboard / name))
                     write_tensorboard(self._files[name], summary)

@@ -170,6 +170,9 @@ def _spans(summary: dict[str, Any]) -> Table:
     for row in summary["spans"][:SPANS_SHOWN]:
         lengths = (duration(row[key]) for key in ("mean_s", "longest_s", "total_s"))
         table.add_row(Text(row["span"]), f"{row['count']:,}", f"{row['ranks']:,}", *lengths)
+    hidden = len(summary["spans"]) - SPANS_SHOWN
+    if hidden > 0:
+        table.caption, table.caption_justify = f"{hidden} shorter ones are not shown; --json has them", "left"
     return table
 
 
