@@ -125,11 +125,12 @@ def straggler(ledger: Ledger) -> Said | None:
 
 
 def scaled_down(ledger: Ledger) -> Said | None:
-    missing = max((ledger.capacity - max(t.attempt.world, len(t.attempt.lanes)) for t in ledger.timings), default=0)
+    whole = ledger.capacity // ledger.gpus_per_rank
+    missing = max((whole - max(t.attempt.world, len(t.attempt.lanes)) for t in ledger.timings), default=0)
     if missing <= 0 or ledger.unit == "host":
         return None
-    seconds = wall(ledger, Bucket.SCALED_DOWN) * ledger.capacity / missing
-    words = f"up to {missing} of {ledger.capacity} ranks were missing, for {duration(seconds)} in all"
+    seconds = wall(ledger, Bucket.SCALED_DOWN) * whole / missing
+    words = f"up to {missing} of {whole} ranks were missing, for {duration(seconds)} in all"
     return f"{words}: a spare host (`--spares 1`)", wall(ledger, Bucket.SCALED_DOWN)
 
 

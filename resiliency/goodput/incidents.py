@@ -121,16 +121,17 @@ class _Context:
         starts: dict[int, Counter[Bucket]] = defaultdict(Counter)
         lost: Counter[int] = Counter()
         for lane in ledger.lanes:
+            gpus = lane.copies * ledger.gpus_per_rank
             for interval in lane.intervals:
                 parts, attempt = interval.parts, interval.attempt
-                lost[attempt] += parts.get(Bucket.LOST_WORK, 0) * lane.copies
+                lost[attempt] += parts.get(Bucket.LOST_WORK, 0) * gpus
                 if interval.phase in ("detection", "restart", "end"):
                     for bucket in (Bucket.DETECTION, Bucket.RESTART, Bucket.CHECKPOINT_STALL):
-                        tails[attempt][bucket] += parts.get(bucket, 0) * lane.copies
-                starts[attempt][Bucket.WARM_UP] += parts.get(Bucket.WARM_UP, 0) * lane.copies
+                        tails[attempt][bucket] += parts.get(bucket, 0) * gpus
+                starts[attempt][Bucket.WARM_UP] += parts.get(Bucket.WARM_UP, 0) * gpus
                 if interval.phase in ("start", "restore"):
                     for bucket in (Bucket.RESTART, Bucket.RESTORE):
-                        starts[attempt][bucket] += parts.get(bucket, 0) * lane.copies
+                        starts[attempt][bucket] += parts.get(bucket, 0) * gpus
         thrown: dict[int, list[Timing]] = defaultdict(list)
         for timing in ledger.timings:
             if timing.lost_by is not None:

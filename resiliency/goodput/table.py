@@ -67,6 +67,8 @@ def _units(summary: dict[str, Any]) -> str:
 
 def unit_word(summary: dict[str, Any]) -> str:
     """What the time of one rank is called."""
+    if summary["gpus_per_rank"] > 1:
+        return "GPU"
     return "host" if summary["unit"] == "host" else "rank" if summary["device"] == "cpu" else "GPU"
 
 

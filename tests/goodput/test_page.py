@@ -113,6 +113,20 @@ def test_ranks_that_take_turns_in_being_slow_are_no_stragglers() -> None:
     assert summarize(job.ledger())["stragglers"] == []
 
 
+@pytest.mark.parametrize(("windows", "slower"), [({4}, 1.6), ({4, 5}, 1.15)])
+def test_a_rank_that_was_slow_for_a_moment_is_no_straggler(windows: set[int], slower: float) -> None:
+    job = Job(ranks=2)
+    job.start()
+    for step in range(800):
+        job.step += 1
+        job.advance(STEP_S, Bucket.PRODUCTIVE)
+        for rank in range(2):
+            busy = slower if rank and step // 8 in windows else 1.0
+            job.emit("step", rank, step=job.step, step_s=STEP_S, busy_s=busy, data_wait_s=0.0, stall_s=0.0)
+    job.finish()
+    assert summarize(job.ledger())["stragglers"] == []
+
+
 def test_incidents_link_to_the_output_of_the_rank_they_are_about() -> None:
     job = Job(ranks=2)
     job.start()
