@@ -91,7 +91,8 @@ def _console() -> Console:
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a locale without our bars is no reason to show nothing
-    return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 120)
+    width = None if sys.stdout.isatty() else 120
+    return Console(file=sys.stdout, highlight=False, markup=False, emoji=False, width=width)
 
 
 def _windows(since: str | None, until: str, exclude: list[str] | None) -> tuple[Windows, float | None]:

@@ -135,12 +135,14 @@ def test_the_tracker_writes_the_older_file(tmp_path: Path) -> None:
 def test_the_older_logger_class_works_and_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOODPUT_USE_FILE_TRACKING", "")
     monkeypatch.delenv("JOB_IDENTIFIER", raising=False)
+    monkeypatch.setattr(tracker, "boot_seconds", lambda: 1234.5)
     logger = tracker.GoodputLogger(tmp_path)
     logger.log_event("checkpoint_saved", step=7)
     logger.log_event("job_started", node_rank=3)
     logger.close()
     lines = [json.loads(line) for line in (tmp_path / "training-job-goodput.log").read_text().splitlines()]
     assert lines[0]["step"] == 7
+    assert lines[0]["monotonic_s"] == 1234.5, "the clock of all other events of the host"
     assert (lines[1]["node_rank"], lines[1]["rank"]) == (3, -1)
     blocked = tmp_path / "file"
     blocked.write_text("")
