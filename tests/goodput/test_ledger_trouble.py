@@ -536,9 +536,11 @@ def test_the_older_librarys_log_gives_an_account() -> None:
     assert wall[Bucket.RESTART] == pytest.approx(160, abs=4)
 
 
-def test_saves_the_older_job_threw_away_are_lost_work() -> None:
+@pytest.mark.parametrize("first_load", [True, False])
+def test_saves_the_older_job_threw_away_are_lost_work(first_load: bool) -> None:
+    """A job that starts afresh loads nothing: its start of training is estimated from the pace of its saves."""
     events: list[tuple[float, str, dict[str, object]]] = [(0.0, "job_started", {"node_rank": 0})]
-    events += [(100.0, "checkpoint_loaded", {"step": 0})]
+    events += [(100.0, "checkpoint_loaded", {"step": 0})] if first_load else []
     events += [(100.0 + 100 * n, "checkpoint_saved", {"step": 20 * n}) for n in range(1, 11)]
     events += [(1100.0, "job_terminated", {"node_rank": 0}), (1200.0, "job_started", {"node_rank": 0})]
     events += [(1300.0, "checkpoint_loaded", {"step": 150})]
