@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from resiliency.errors import ConfigError
-from resiliency.events import EventKind
 from resiliency.telemetry.collect import Collector
 from resiliency.telemetry.facts import RunFacts, Segment
 from resiliency.telemetry.log_files import find, find_logs, is_array, open_log
@@ -434,10 +433,7 @@ class LogReader:
             self.foreign_lines += 1
             self.measurement_lines += isinstance(record, dict) and not _MEASUREMENT.isdisjoint(record)
             return
-        event: dict[str, Any] = record
-        if raw is None and event["event_type"] != EventKind.STEP:  # steps are known by their numbers
-            raw = json.dumps(event, sort_keys=True).encode()
-        self.collector.add(event, raw=raw)
+        self.collector.add(record, raw=raw or b"")
 
 
 def _nothing(line: bytes) -> None:

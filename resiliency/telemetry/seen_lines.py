@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Hashable
 
 __all__ = ["SeenLines"]
 
@@ -24,7 +25,7 @@ class SeenLines:
         self._count = 0
         self._before: array[int] | None = None
 
-    def seen(self, line: bytes) -> bool:
+    def seen(self, line: Hashable) -> bool:
         """True when the line was here before; it has been here from now on."""
         key = hash(line) & 0xFFFF_FFFF_FFFF_FFFF or 1
         if self._before is not None and _find(self._before, key) < 0:

@@ -199,6 +199,34 @@ def test_copies_of_lines_and_of_whole_files_change_nothing(tmp_path: Path) -> No
     assert ledger.facts.quality["duplicates"] >= steps + 200
 
 
+@pytest.mark.parametrize("form", ["keys in another order", "an export", "entries"])
+def test_copies_in_another_form_change_nothing(form: str, tmp_path: Path) -> None:
+    """The log of a run beside what was sent to Cloud Logging, which has its own order of keys, and only floats."""
+    job = crash()
+    for event in job.events:
+        if event.kind == EventKind.JOB_STARTED:
+            event.fields["logs"] = ["/var/log/a.out"]  # type: ignore[index]
+    job.step = 60
+    job.emit(EventKind.CHECKPOINT_STARTED, 0, step=60, stall_s=1.0, at=START + 200.0)
+    lines = [event.to_json() for event in sorted(job.events, key=lambda event: event.time)]
+    (tmp_path / "job.jsonl").write_text("\n".join(lines) + "\n")
+    once = read(tmp_path / "job.jsonl").collector.runs["job"]
+    events = [
+        {key: float(value) if isinstance(value, int) else value for key, value in sorted(json.loads(line).items())}
+        for line in lines
+    ]
+    entries = [{"jsonPayload": event, "insertId": str(number)} for number, event in enumerate(events)]
+    if form == "an export":
+        (tmp_path / "export.json").write_text(json.dumps(entries[::-1], indent=2))
+    else:
+        copies = entries if form == "entries" else events
+        (tmp_path / "copies.jsonl").write_text("".join(json.dumps(one) + "\n" for one in copies))
+    twice = read(*sorted(tmp_path.iterdir(), reverse=True)).collector.runs["job"]
+    assert twice.kinds == once.kinds
+    assert twice.tiers == once.tiers
+    assert account(twice).gpu == account(once).gpu
+
+
 def test_out_of_order_lines_are_put_in_their_place(tmp_path: Path) -> None:
     job = crash()
     job.write(tmp_path)
