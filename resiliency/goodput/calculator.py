@@ -331,6 +331,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         calculator.display_metrics(metrics)
         if args.export:
             calculator.export_metrics(metrics, args.export)
+    except BrokenPipeError:  # nobody reads any more, as after ``| head``
+        return 1
     except (OSError, ResiliencyError) as error:
         sys.stderr.write(f"calculator: {error}\n")
         return 1

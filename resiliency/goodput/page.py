@@ -6,6 +6,7 @@ read and fits any width; the small script in the template only switches the them
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import tempfile
@@ -84,7 +85,10 @@ def write_page(path: str | os.PathLike[str], runs: Sequence[tuple[dict[str, Any]
     """
     target = Path(path)
     text = render_page(runs)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:  # what is there is no folder
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename) from error
     handle, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -120,6 +120,13 @@ def test_the_page_makes_its_folder(logs: Path, tmp_path: Path) -> None:
     assert page.exists()
 
 
+def test_a_page_below_a_file_is_refused(logs: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for page in (tmp_path / "file" / "x.html", tmp_path / "file" / "below" / "x.html"):
+        result = run(app, ["report", "--log", str(logs), "--html", str(page)])
+        assert result.exit_code == 2 and "Not a directory" in " ".join(result.output.split())
+
+
 def test_a_missing_jinja_is_told_in_one_line(logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     result = run(app, ["report", "--log", str(logs), "--html", str(tmp_path / "page.html")])

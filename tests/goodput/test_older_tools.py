@@ -115,6 +115,19 @@ def test_the_calculator_reads_what_the_report_reads(form: str, tmp_path: Path) -
     assert sum(metrics["badput_seconds"].values()) + metrics["useful_runtime_seconds"] == pytest.approx(1000)
 
 
+def test_a_calculator_whose_reader_has_seen_enough_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def closed(text: str) -> int:
+        raise BrokenPipeError
+
+    log = older_log(tmp_path / "event_log.log")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stdout, "write", closed)
+        assert calculator.main(["--job-name", "job-a", "--log-file", str(log)]) == 1
+    assert capsys.readouterr().err == ""
+
+
 def test_the_calculator_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert calculator.main(["--job-name", "x", "--log-file", str(tmp_path / "none.log")]) == 1
     assert "Log file not found" in capsys.readouterr().err
