@@ -29,6 +29,7 @@ from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
 from resiliency.errors import ConfigError
+from resiliency.events import EventSink
 from resiliency.storage.step_id import StepId
 from resiliency.telemetry.step_events import StepEvents, log_steps
 
@@ -123,6 +124,7 @@ class TrainerSession:
                 rank=self.trainer.global_rank,
                 world_size=self.trainer.world_size,
                 options=options,
+                sinks=self._sinks(),
             )
             engine.open()
             shared = self.engines[key] = SharedEngine(engine, places)
@@ -132,6 +134,12 @@ class TrainerSession:
             if self._step_events is None:
                 self._step_events = log_steps(self.steps, lambda: engine.session.events)
         return shared
+
+    def _sinks(self) -> tuple[EventSink, ...]:
+        """Where callbacks of the trainer want events, too: of the engine into whose log the steps will go."""
+        if any(isinstance(one, StepEvents) for one in self.steps.subscribers):
+            return ()
+        return tuple(sink for callback in self.trainer.callbacks for sink in getattr(callback, "event_sinks", ()))
 
     def level_lines(self) -> None:
         """Makes all engines save in one line of descent, so that steps in several folders can be compared."""

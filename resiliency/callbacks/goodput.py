@@ -43,7 +43,8 @@ class RunningGoodput(StepHooks):
 
     Args:
         events_dir: folder for a log of its own; None: ``RESILIENCY_EVENTS_DIR``, else below the Trainer's root folder.
-        sinks: more places for events when the log is its own, see :mod:`resiliency.telemetry.sinks`.
+        sinks: more places for events, see :mod:`resiliency.telemetry.sinks`; a checkpoint callback that opens the log
+            sends them there, too.
         prog_bar: show ``goodput`` in the progress bar.
         log: send ``goodput`` to the Trainer's loggers.
     """
@@ -72,6 +73,11 @@ class RunningGoodput(StepHooks):
     def __getstate__(self) -> dict[str, Any]:
         """A copy made in a fit writes no events of it."""
         return {**vars(self), "_own_log": None}
+
+    @property
+    def event_sinks(self) -> tuple[EventSink, ...]:
+        """Where the events go besides the log."""
+        return self._sinks
 
     @property
     def goodput(self) -> float:

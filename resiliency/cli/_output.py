@@ -31,23 +31,24 @@ def whole_output() -> Iterator[None]:
     if isinstance(getattr(before, "buffer", None), io.RawIOBase):
         fd = os.dup(before.fileno())
         sys.stdout = open(fd, "w", encoding=before.encoding, errors=before.errors, buffering=1)
+    output = sys.stdout  # Typer puts another in its place, which hides that nobody reads, when it has seen that
     try:
         try:
             yield
         finally:
-            sys.stdout.flush()
+            output.flush()
     except OSError as error:
-        if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout):
-            _drop(sys.stdout)  # as after ``| head``: nobody is there who would read a sentence about it
+        if isinstance(error, BrokenPipeError) and _has_no_reader(output):
+            _drop(output)  # as after ``| head``: nobody is there who would read a sentence about it
             raise SystemExit(1) from None
         if error.errno not in _FULL or error.filename is not None:
             raise
         print(f"resiliency: what this command prints cannot be written: {error.strerror}", file=sys.stderr)
-        _drop(sys.stdout)
+        _drop(output)
         raise SystemExit(1) from None
     finally:
-        if sys.stdout is not before:
-            sys.stdout.close()
+        if output is not before:
+            output.close()
             sys.stdout = before
 
 

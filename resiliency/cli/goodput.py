@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import sys
@@ -90,7 +91,8 @@ def _console() -> Console:
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a locale without our bars is no reason to show nothing
-    return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 120)
+    width = None if sys.stdout.isatty() else 120
+    return Console(file=sys.stdout, highlight=False, markup=False, emoji=False, width=width)
 
 
 def _windows(since: str | None, until: str, exclude: list[str] | None) -> tuple[Windows, float | None]:
@@ -204,6 +206,9 @@ def _summaries(reader: LogReader, ledgers: list[Ledger], reference: float | None
         notes.append(f"Left out, because {held} no event: {_names(reader.left_out)}.")
     if reader.unread:
         notes.append(f"Not read, being neither a log nor one rotated or packed by gzip: {_names(reader.unread)}.")
+    if reader.measurements:
+        names = _names([Path(name) for name in reader.measurements])
+        notes.append(f"Not read, being of ml-goodput-measurement, whose own library reads them: {names}.")
     return [
         summarize(
             ledger,
@@ -278,7 +283,7 @@ class _Gauges:
             if self._tensorboard is not None:
                 where = self._tensorboard
                 for summary in summaries:
-                    name = str(summary["run"]).replace("/", "_")
+                    name = str(summary["run"]).replace("/", "_").lstrip(".") or "_"  # a log may hold any name
                     if name not in self._files:
                         self._files[name] = ScalarFile(str(self._tensorboard / name))
                     write_tensorboard(self._files[name], summary)
@@ -370,7 +375,7 @@ def watch(
     from resiliency.telemetry.reader import LogReader, find_logs
     from resiliency.telemetry.supervised import join_supervisors
 
-    windows, _ = _windows(since, "last", exclude)
+    windows = dataclasses.replace(_windows(since, "last", exclude)[0], is_running=True)
     paths = [*(log or []), *(more or [])]
     missing = [path for path in paths if not path.exists()]
     if missing:

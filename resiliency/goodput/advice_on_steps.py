@@ -43,13 +43,16 @@ def data_wait(ledger: Ledger) -> Said | None:
         return None
     worst = max(lanes, key=lambda lane: lanes[lane][0])
     others = [wait for lane, (wait, _) in lanes.items() if lane != worst]
+    returns_s = wall(ledger, Bucket.DATA_WAIT)
     if others and lanes[worst][0] > 3 * sum(others) / len(others):
         where = next((one.host for one in ledger.lanes if one.lane == worst and one.host), "")
         words = f"rank {worst}{f' on {where}' if where else ''} waits {precise(lanes[worst][0])} a step for its loader"
         words += f", the others {precise(sum(others) / len(others))}: its disk or loader mended"
+        # The others go on waiting as they do.
+        returns_s *= (lanes[worst][0] - sum(others) / len(others)) / (mean * len(lanes))
     else:
         words = f"the loader takes {precise(mean)} of each step of {precise(step)}: more workers, or prefetching,"
-    return words, wall(ledger, Bucket.DATA_WAIT)
+    return words, returns_s
 
 
 def loop(ledger: Ledger) -> Said | None:
@@ -122,11 +125,12 @@ def straggler(ledger: Ledger) -> Said | None:
 
 
 def scaled_down(ledger: Ledger) -> Said | None:
-    missing = max((ledger.capacity - max(t.attempt.world, len(t.attempt.lanes)) for t in ledger.timings), default=0)
+    whole = ledger.capacity // ledger.gpus_per_rank
+    missing = max((whole - max(t.attempt.world, len(t.attempt.lanes)) for t in ledger.timings), default=0)
     if missing <= 0 or ledger.unit == "host":
         return None
-    seconds = wall(ledger, Bucket.SCALED_DOWN) * ledger.capacity / missing
-    words = f"up to {missing} of {ledger.capacity} ranks were missing, for {duration(seconds)} in all"
+    seconds = wall(ledger, Bucket.SCALED_DOWN) * whole / missing
+    words = f"up to {missing} of {whole} ranks were missing, for {duration(seconds)} in all"
     return f"{words}: a spare host (`--spares 1`)", wall(ledger, Bucket.SCALED_DOWN)
 
 

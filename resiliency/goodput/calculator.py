@@ -19,7 +19,8 @@ from resiliency.events import EventKind
 from resiliency.goodput.ledger import account
 from resiliency.goodput.summary import iso, summarize
 from resiliency.telemetry.collect import Collector
-from resiliency.telemetry.facts import parse_stamp
+from resiliency.telemetry.facts import RunFacts, parse_stamp
+from resiliency.telemetry.reader import LogReader, find_logs
 
 __all__ = ["GoodputCalculator", "get_parser", "main"]
 
@@ -36,6 +37,35 @@ EVENT_TYPE_ORDER = {
 }
 #: The older formula uses these only; our step events, which may be millions, are skipped.
 _KINDS = frozenset(EVENT_TYPE_ORDER)
+
+
+class _Kept(Collector):
+    """Keeps the events of the older figures, too, each once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[dict[str, Any]] = []
+        self._known: set[int] = set()
+
+    def _take(self, run: RunFacts, record: Mapping[str, Any], kind: str, time: float, attempt: int | None) -> None:
+        if kind in _KINDS and id(record) not in self._known:  # one that had to wait for another is taken twice
+            self._known.add(id(record))
+            self.events.append(record if isinstance(record, dict) else dict(record))
+        super()._take(run, record, kind, time, attempt)
+
+
+class _Reader(LogReader):
+    """Says which lines are no JSON."""
+
+    def __init__(self, collector: Collector, say: Callable[[str], None]) -> None:
+        super().__init__(collector)
+        self._say = say
+
+    def _other(self, line: bytes) -> None:
+        torn = self.torn_lines
+        super()._other(line)
+        if self.torn_lines > torn:
+            self._say(f"Failed to parse log line: {line[:200]!r}")
 
 
 class GoodputCalculator:
@@ -62,6 +92,7 @@ class GoodputCalculator:
         self.local_log_path = local_log_path
         self.verbose = verbose
         self.gcloud_logging_lookback_days = gcloud_logging_lookback_days
+        self._read: Collector | None = None
         self._out = out if out is not None else lambda line: sys.stdout.write(line + "\n")
 
     def _say(self, line: str) -> None:
@@ -81,30 +112,15 @@ class GoodputCalculator:
         return events
 
     def _from_files(self) -> list[dict[str, Any]]:
-        from resiliency.telemetry.reader import find_logs
-
         assert self.local_log_path is not None
         try:
             files = find_logs([self.local_log_path])
         except ConfigError as error:
             raise FileNotFoundError(f"Log file not found: {self.local_log_path} ({error})") from error
-        events: list[dict[str, Any]] = []
-        for path in files:
-            with open(path, "rb") as file:
-                for line in file:
-                    if b'"step"' in line and b'"event_type":"step"' in line:
-                        continue
-                    try:
-                        event = json.loads(line)
-                    except ValueError:
-                        if line.strip():
-                            self._say(f"Failed to parse log line: {line[:200]!r}")
-                        continue
-                    if isinstance(event, dict):
-                        event = event.get("jsonPayload") or event
-                        if event.get("event_type") in _KINDS:
-                            events.append(event)
-        return events
+        kept = _Kept()
+        _Reader(kept, self._say).read(files)
+        self._read = kept
+        return list(kept.events)
 
     def _from_cloud(self) -> list[dict[str, Any]]:
         try:
@@ -190,10 +206,11 @@ class GoodputCalculator:
     def _ours(self, events: list[dict[str, Any]], metrics: dict[str, Any]) -> None:
         """Fills in the figures that the older calculator leaves empty."""
         if self.local_log_path:
-            # Read from the files, because they hold more than the six events of the older figures.
-            from resiliency.telemetry.reader import read_logs
-
-            collector = read_logs([self.local_log_path]).collector
+            # All that the files hold, which is more than the six events of the older figures.
+            if self._read is None:
+                self._from_files()
+            assert self._read is not None
+            collector = self._read
         else:
             collector = Collector()
             for event in events:
@@ -314,6 +331,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         calculator.display_metrics(metrics)
         if args.export:
             calculator.export_metrics(metrics, args.export)
+    except BrokenPipeError:  # nobody reads any more, as after ``| head``
+        return 1
     except (OSError, ResiliencyError) as error:
         sys.stderr.write(f"calculator: {error}\n")
         return 1

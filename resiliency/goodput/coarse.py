@@ -10,11 +10,12 @@ from resiliency.goodput.timing import Timing
 __all__ = ["fill_coarse", "lost_share"]
 
 
-def lost_share(timing: Timing) -> float:
-    """Share of the time between the start of training and the last save that later attempts had to run again."""
-    if timing.lost_above is None or timing.train is None or not timing.saves:
+def lost_share(timing: Timing, train: float) -> float:
+    """Share of the time between the start of training (``train``: known or estimated) and the last save that later
+    attempts had to run again."""
+    if timing.lost_above is None or not timing.saves:
         return 0.0
-    points = [(timing.train, timing.position or 0)]
+    points = [(train, timing.position or 0)]
     points += [(time, step) for time, step in timing.saves if step > points[-1][1] and time >= points[-1][0]]
     whole = points[-1][0] - points[0][0]
     lost = 0.0
@@ -48,7 +49,7 @@ def fill_coarse(lane: Lane, timing: Timing, *, present: bool, pace: float | None
     lane.until(us(train), start, "start")
     if not present:
         lane.until(us(timing.progress), Bucket.SCALED_DOWN, "absent")
-    share = lost_share(timing)
+    share = lost_share(timing, train)
     whole = max(0.0, timing.progress - train)
     claims = [(Bucket.PRODUCTIVE, whole * (1.0 - share)), (Bucket.LOST_WORK, whole * share)]
     lane.mixed(us(timing.progress), claims, Bucket.PRODUCTIVE, "train")

@@ -121,16 +121,17 @@ class _Context:
         starts: dict[int, Counter[Bucket]] = defaultdict(Counter)
         lost: Counter[int] = Counter()
         for lane in ledger.lanes:
+            gpus = lane.copies * ledger.gpus_per_rank
             for interval in lane.intervals:
                 parts, attempt = interval.parts, interval.attempt
-                lost[attempt] += parts.get(Bucket.LOST_WORK, 0) * lane.copies
+                lost[attempt] += parts.get(Bucket.LOST_WORK, 0) * gpus
                 if interval.phase in ("detection", "restart", "end"):
                     for bucket in (Bucket.DETECTION, Bucket.RESTART, Bucket.CHECKPOINT_STALL):
-                        tails[attempt][bucket] += parts.get(bucket, 0) * lane.copies
-                starts[attempt][Bucket.WARM_UP] += parts.get(Bucket.WARM_UP, 0) * lane.copies
+                        tails[attempt][bucket] += parts.get(bucket, 0) * gpus
+                starts[attempt][Bucket.WARM_UP] += parts.get(Bucket.WARM_UP, 0) * gpus
                 if interval.phase in ("start", "restore"):
                     for bucket in (Bucket.RESTART, Bucket.RESTORE):
-                        starts[attempt][bucket] += parts.get(bucket, 0) * lane.copies
+                        starts[attempt][bucket] += parts.get(bucket, 0) * gpus
         thrown: dict[int, list[Timing]] = defaultdict(list)
         for timing in ledger.timings:
             if timing.lost_by is not None:
@@ -170,7 +171,7 @@ def _ended(ledger: Ledger, timing: Timing, context: _Context) -> Incident:
         for mark in near
         if not was_over(context.last_told.get(mark.fields.get("incident")), timing.progress, near_s=SAME_S)
     ]
-    what, where, rank = _describe(timing, near)
+    what, where, rank = _describe(timing, following, near)
     about = marks_of_incident(near, context.told)
     told = supervised_remedy(about, context.changes)
     return Incident(
@@ -191,7 +192,7 @@ def _logs(timing: Timing, rank: int | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(path for segment in about for path in segment.logs))[:MOST_LOGS]
 
 
-def _describe(timing: Timing, near: Sequence[Mark]) -> tuple[str, str, int | None]:
+def _describe(timing: Timing, following: Timing | None, near: Sequence[Mark]) -> tuple[str, str, int | None]:
     """What happened, where, and to which rank, from the most specific notice ``near`` the end."""
     near = [m for m in near if m.kind in _TELLING]
     near = [m for m in near if m.kind != EventKind.OBSERVED or m.fields.get("observation") in OBSERVATIONS]
@@ -203,7 +204,9 @@ def _describe(timing: Timing, near: Sequence[Mark]) -> tuple[str, str, int | Non
     if mark is None:
         reasons = sorted({s.reason for s in timing.attempt.segments if s.reason and s.reason != "finished"})
         if timing.outcome == "rolled back":
-            return "Went back to an older checkpoint", "", None
+            is_loaded = following is not None and _loaded(following)
+            words = "Went back to an older checkpoint" if is_loaded else "Steps counted from an earlier one again"
+            return words, "", None
         if timing.outcome == "planned":
             return f"Stopped by {reasons[0] if reasons else 'request'}", "", None
         if reasons:
@@ -243,6 +246,11 @@ def _describe(timing: Timing, near: Sequence[Mark]) -> tuple[str, str, int | Non
     return names[mark.kind] + (f": {reason}" if reason else ""), where, mark.rank
 
 
+def _loaded(timing: Timing) -> bool:
+    """Something in the log says that it began with a checkpoint."""
+    return any(segment.loaded is not None or segment.restore is not None for segment in timing.attempt.segments)
+
+
 def _telling(mark: Mark) -> float:
     """Less for what tells more. That a rank is slow explains what is done about it, and no death."""
     after = EventKind.WORKER_LOST if mark.fields.get("observation") == "straggler" else None
@@ -277,7 +285,7 @@ def _remedy(timing: Timing, following: Timing | None, near: Sequence[Mark], supe
         if gone and came:
             seen = f"swapped {', '.join(gone)} for {', '.join(came)}"
         elif timing.outcome == "rolled back" or all(s.rollback for s in following.attempt.segments):
-            seen = "reloaded in the same process"
+            seen = "reloaded in the same process" if _loaded(following) else "went on in the same process"
         else:
             seen = "restarted"
     seen += at

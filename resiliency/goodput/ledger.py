@@ -71,6 +71,7 @@ class Ledger:
         wall: microseconds by bucket; sums to ``end - start`` exactly, without what is left out.
         gpu: GPU-microseconds by bucket; sums to ``capacity`` times the wall time exactly.
         capacity: GPUs (ranks x GPUs per rank) the job holds when no rank is missing.
+        gpus_per_rank: GPUs that each rank (or host) stands for; what lanes hold is of one of them.
         unit: "rank", or "host" when only launchers logged.
         lanes: one time line per rank (or per group of ranks that share one).
         timings: the job's attempts.
@@ -104,6 +105,7 @@ class Ledger:
     facts: RunFacts
     coarse: bool
     best_step_s: float | None = None
+    gpus_per_rank: int = 1
     kept: tuple[Span, ...] = ()
     is_whole: bool = True
     notes: tuple[str, ...] = field(default=())
@@ -229,6 +231,7 @@ def account(
         wall=wall,
         gpu=gpu,
         capacity=sum(one.copies for one in lanes) * gpus_per_rank,
+        gpus_per_rank=gpus_per_rank,
         unit="host" if segments is run.nodes and run.nodes else "rank",
         lanes=tuple(lanes),
         timings=tuple(timings),

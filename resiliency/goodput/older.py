@@ -80,7 +80,7 @@ def _reasons(
     began, top = min(positions, default=loaded), max(((t.top or 0) for t in ledger.timings), default=saved)
     usual = ledger.usual_step_s or reference
     steps = kept + max(0, loaded - began) + max(0, top - saved)
-    evals = sum(part.eval_s for parts in ledger.splits.values() for part in parts)
+    evals = sum(part.eval_s for parts in ledger.splits.values() for part in parts) * ledger.gpus_per_rank
     causes = [
         (
             f"its time is that of the events, {runtime:,.1f} s, not of the job, {wall:,.1f} s",

@@ -6,6 +6,7 @@ read and fits any width; the small script in the template only switches the them
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import tempfile
@@ -33,8 +34,15 @@ MOST_INCIDENTS = 100
 #: Those that cost the most are seen at once, the others when they are opened.
 ATTEMPTS_OPEN = 3
 INCIDENTS_OPEN = 3
-#: Spans on the time line, the longest ones.
+#: Spans on the time line, the longest ones; attempts, too.
 MOST_SPANS = 200
+MOST_ATTEMPTS_DRAWN = 400
+#: Numbers of incidents that would overlap are dots: percent of the width that one takes, on a wide page and on a phone.
+NUMBER_WIDE, NUMBER_NARROW = 2.1, 6.0
+#: Of the plot of step times: stretches with saves in flight, and steps beyond the scale, the longest ones.
+MOST_FLIGHTS, MOST_CUT = 500, 60
+#: A host's name with a longer beginning that all hosts have is shown without it.
+LONG_BEGINNING = 6
 PLOT_WIDTH, PLOT_HEIGHT = 1000, 160
 CURVE_WIDTH, CURVE_HEIGHT = 1000, 100
 _BY_PHASE = {"absent": Bucket.SCALED_DOWN, "open": Bucket.UNKNOWN, "idle": Bucket.IDLE, "restore": Bucket.RESTORE}
@@ -77,7 +85,10 @@ def write_page(path: str | os.PathLike[str], runs: Sequence[tuple[dict[str, Any]
     """
     target = Path(path)
     text = render_page(runs)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:  # what is there is no folder
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename) from error
     handle, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -112,6 +123,7 @@ def _view(summary: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
                 "files": [{"name": Path(path).name, "path": path, "uri": _uri(path)} for path in row["logs"]],
             }
         )
+    _crowd(listed)
     badput = [row for row in summary["buckets"] if row["bucket"] != Bucket.PRODUCTIVE.value and row["share"] > 0]
     rows, hidden = _rows(ledger, wall)
     attempts = summary["attempts"]
@@ -145,7 +157,7 @@ def _view(summary: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
                 "number": row["attempt"],
                 "title": f"Attempt {row['attempt']}: {duration(row['wall_s'])}, {row['outcome']}",
             }
-            for row in attempts[:400]
+            for row in _longest(attempts)
         ],
         "attempt_bars": [
             {**_bar(row, worst), "shown": row["attempt"] in opened}
@@ -154,6 +166,24 @@ def _view(summary: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
         "attempt_scale": worst,
         "plot": _plot(ledger, start, wall),
     }
+
+
+def _crowd(incidents: list[dict[str, Any]]) -> None:
+    """Says which numbers have no room on the time line; those of the dearest incidents have."""
+    for incident in incidents:
+        incident["crowd"], incident["left"] = "", min(max(incident["left"], 1.0), 99.0)
+    for words, room in (("near", NUMBER_NARROW), ("near close", NUMBER_WIDE)):
+        numbered: list[float] = []
+        for incident in sorted(incidents, key=lambda one: (-one["cost_gpu_s"], one["time"])):
+            if all(abs(incident["left"] - other) >= room for other in numbered):
+                numbered.append(incident["left"])
+            else:
+                incident["crowd"] = words
+
+
+def _longest(attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    longest = sorted(attempts, key=lambda row: row["start"] - row["end"])[:MOST_ATTEMPTS_DRAWN]
+    return sorted(longest, key=lambda row: row["attempt"])
 
 
 def _uri(path: str) -> str:
@@ -273,13 +303,21 @@ def _rows(ledger: Ledger, wall: float) -> tuple[list[dict[str, Any]], int]:
         keep = {chosen[0][0], *(name for name, _ in odd)}
         chosen = [item for item in chosen if item[0] in keep]
     rows = []
+    labels = _host_labels([name for name, _ in chosen])
     for name, lanes in chosen:
         lanes.sort(key=lambda lane: lane.lane)
         ranks = f"ranks {lanes[0].lane}-{lanes[-1].lane}" if len(lanes) > 1 else f"rank {lanes[0].lane}"
         if ledger.unit == "host":
             ranks = ""
-        rows.append({"host": name, "ranks": ranks, "pieces": _pieces(lanes[0], ledger, wall)})
+        rows.append({"host": name, "label": labels[name], "ranks": ranks, "pieces": _pieces(lanes[0], ledger, wall)})
     return rows, len(hosts) - len(rows)
+
+
+def _host_labels(names: Sequence[str]) -> dict[str, str]:
+    """What tells hosts apart, where their names begin alike for long: there is room for some fifteen letters."""
+    alike = re.match(r".*[-_.]|", os.path.commonprefix(list(names)))
+    begin = len(alike[0]) if alike is not None and len(names) > 1 else 0
+    return {name: f"\u2026{name[begin:]}" if begin > LONG_BEGINNING else name for name in names}
 
 
 def _pieces(lane: LaneAccount, ledger: Ledger, wall: float) -> list[dict[str, Any]]:
@@ -368,12 +406,10 @@ def _plot(ledger: Ledger, start: float, wall: float) -> dict[str, Any] | None:
         before = points[0][0]
         for time, step, _, longest, share in points:
             if share > 0:
-                width = _percent(max(time - before, wall / 1000), wall)
-                flights.append(
-                    {"left": _percent(before - start, wall), "width": width, "share": round(max(share, 0.08), 2)}
-                )
+                flights.append((_percent(before - start, wall), _percent(time - start, wall), share))
             if longest > top:
-                cut.append({"left": _percent(time - start, wall), "title": f"{duration(longest)} at step {step:,}"})
+                title = f"{duration(longest)} at step {step:,}"
+                cut.append((longest, {"left": _percent(time - start, wall), "title": title}))
             before = time
     grid = [{"top": round(100 * (1 - k / 4), 2), "label": duration(top * k / 4)} for k in range(5)]
     return {
@@ -381,12 +417,28 @@ def _plot(ledger: Ledger, start: float, wall: float) -> dict[str, Any] | None:
         "height": PLOT_HEIGHT,
         "lines": lines,
         "bands": bands,
-        "flights": flights[:1000],
-        "cut": cut[:60],
+        "flights": _flights(flights),
+        "cut": [one for _, one in sorted(cut, key=lambda pair: -pair[0])[:MOST_CUT]],
         "grid": grid,
         "usual": ledger.usual_step_s,
         "usual_y": y(ledger.usual_step_s) if ledger.usual_step_s else None,
     }
+
+
+def _flights(stretches: list[tuple[float, float, float]]) -> list[dict[str, float]]:
+    """Stretches from one percent of the width to another, each with its share of steps; where there are many, by
+    column."""
+    if len(stretches) > MOST_FLIGHTS:
+        width, shares = 100 / MOST_FLIGHTS, [0.0] * MOST_FLIGHTS
+        for first, last, share in stretches:
+            for column in range(int(first / width), min(MOST_FLIGHTS, int(last / width) + 1)):
+                overlap = min(last, (column + 1) * width) - max(first, column * width)
+                shares[column] += max(0.0, overlap) / width * share
+        stretches = [(column * width, (column + 1) * width, share) for column, share in enumerate(shares) if share]
+    return [
+        {"left": first, "width": round(max(last - first, 0.1), 4), "share": round(min(1.0, max(share, 0.08)), 2)}
+        for first, last, share in stretches
+    ]
 
 
 def _round_up(value: float) -> float:

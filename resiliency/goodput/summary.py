@@ -28,6 +28,8 @@ SCHEMA_VERSION = 2
 MOST_RANKS = 20
 #: A straggler costs this many times what a rank does on average.
 UNEQUAL = 1.5
+#: What costs less of all GPU time, or was seen in one window of steps only, was a moment.
+LEAST_COST, LEAST_STEPS = 0.002, 16
 
 
 def iso(time: float) -> str:
@@ -75,6 +77,7 @@ def summarize(
         "wall_s": ledger.wall_us / 1e6,
         "gpu_s": sum(ledger.gpu.values()) / 1e6,
         "capacity": ledger.capacity,
+        "gpus_per_rank": ledger.gpus_per_rank,
         "unit": ledger.unit,
         "device": ledger.facts.device,
         "goodput": ledger.goodput,
@@ -215,7 +218,7 @@ def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
             begins_next = interval.phase == "restart" and interval.attempt + 1 in sums
             by_bucket = sums[interval.attempt + 1] if begins_next else sums.setdefault(interval.attempt, {})
             for bucket, amount in interval.parts.items():
-                by_bucket[bucket] = by_bucket.get(bucket, 0) + amount * lane.copies
+                by_bucket[bucket] = by_bucket.get(bucket, 0) + amount * lane.copies * ledger.gpus_per_rank
     rows = []
     for timing in ledger.timings:
         whole = sum(sums[timing.index].values())
@@ -255,13 +258,14 @@ def _stragglers(ledger: Ledger) -> list[dict[str, Any]]:
     data: dict[int, float] = {}
     for late in ledger.late.values():
         for lane, seconds in late.blamed.items():
-            cost[lane] = cost.get(lane, 0.0) + seconds
+            cost[lane] = cost.get(lane, 0.0) + seconds * ledger.gpus_per_rank
             steps[lane] = steps.get(lane, 0) + late.blamed_steps.get(lane, 0)
-            data[lane] = data.get(lane, 0.0) + late.blamed_data.get(lane, 0.0)
+            data[lane] = data.get(lane, 0.0) + late.blamed_data.get(lane, 0.0) * ledger.gpus_per_rank
     hosts = {lane.lane: lane.host for lane in ledger.lanes}
     # Ranks that take turns in being the slowest are equal: none of them is to be swapped.
     mean = sum(cost.values()) / max(1, len(ledger.lanes))
-    cost = {lane: seconds for lane, seconds in cost.items() if seconds > UNEQUAL * mean}
+    least = max(UNEQUAL * mean, LEAST_COST * sum(ledger.gpu.values()) / 1e6)
+    cost = {lane: seconds for lane, seconds in cost.items() if seconds > least and steps[lane] >= LEAST_STEPS}
     return [
         {
             "rank": lane,

@@ -58,7 +58,9 @@ def _head(summary: dict[str, Any]) -> Panel:
         f"   {summary['capacity']:,} {_units(summary)}   {duration(summary['gpu_s'])} of {unit_word(summary)} time\n"
     )
     text.append(f"{summary['start_utc']} to {summary['end_utc']} UTC, {summary['events']:,} events", style="dim")
-    return Panel(text, title=f"goodput of {summary['run']}", title_align="left", border_style="dim", expand=False)
+    # A Text, as is all that comes from a log: rich takes what stands in brackets in a str as a style.
+    title = Text(f"goodput of {summary['run']}")
+    return Panel(text, title=title, title_align="left", border_style="dim", expand=False)
 
 
 def _units(summary: dict[str, Any]) -> str:
@@ -67,11 +69,13 @@ def _units(summary: dict[str, Any]) -> str:
 
 def unit_word(summary: dict[str, Any]) -> str:
     """What the time of one rank is called."""
+    if summary["gpus_per_rank"] > 1:
+        return "GPU"
     return "host" if summary["unit"] == "host" else "rank" if summary["device"] == "cpu" else "GPU"
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    return Table(title=Text(title, style="bold"), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
 
 
 def _buckets(summary: dict[str, Any], color: str) -> Table:
@@ -170,6 +174,9 @@ def _spans(summary: dict[str, Any]) -> Table:
     for row in summary["spans"][:SPANS_SHOWN]:
         lengths = (duration(row[key]) for key in ("mean_s", "longest_s", "total_s"))
         table.add_row(Text(row["span"]), f"{row['count']:,}", f"{row['ranks']:,}", *lengths)
+    hidden = len(summary["spans"]) - SPANS_SHOWN
+    if hidden > 0:
+        table.caption, table.caption_justify = f"{hidden} shorter ones are not shown; --json has them", "left"
     return table
 
 
@@ -216,7 +223,8 @@ def _incidents(summary: dict[str, Any]) -> Table:
     for row in sorted(dearest, key=lambda row: row["time"]):
         cost = f"{duration(row['cost_gpu_s'])}" if row["cost_gpu_s"] else "-"
         lost = f"{row['lost_steps']:,}" if row["lost_steps"] else "-"
-        table.add_row(row["time_utc"][5:19], row["what"], row["where"], row["remedy"], lost, cost)
+        told = (Text(row[key]) for key in ("what", "where", "remedy"))
+        table.add_row(row["time_utc"][5:19], *told, lost, cost)
     hidden = len(summary["incidents"]) - len(dearest)
     table.caption = f"cost in {unit_word(summary)} time" + (f"; {hidden} cheaper ones are not shown" if hidden else "")
     table.caption_justify = "left"
@@ -236,7 +244,7 @@ def _stragglers(summary: dict[str, Any]) -> Table:
     for row in summary["stragglers"][:5]:
         table.add_row(
             str(row["rank"]),
-            row["host"],
+            Text(row["host"]),
             duration(row["cost_gpu_s"]),
             f"{row['steps']:,} step{'' if row['steps'] == 1 else 's'}",
             row["cause"],
@@ -253,7 +261,7 @@ def _checkpoints(summary: dict[str, Any]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in summary["checkpoints"]:
         times = [duration(row[key]) if row[key] is not None else "-" for key in ("durable_mean_s", "restore_mean_s")]
-        table.add_row(row["tier"], *(f"{row[name]:,}" for name in used), *times)
+        table.add_row(Text(row["tier"]), *(f"{row[name]:,}" for name in used), *times)
     return table
 
 

@@ -30,6 +30,8 @@ NOTICES = frozenset(
 )
 #: ``reason`` of a job_terminated that was announced beforehand, so that no time goes into detection.
 PLANNED = frozenset({"signal", "preempted", "preemption", "terminated", "drained"})
+#: Others that tell of no failure.
+_WELL = PLANNED | {"finished"}
 ABNORMAL = frozenset({"exception", "error", "killed", "crash", "failed"})
 #: A launcher on another host may report on an attempt this long after its end.
 LATE_NOTICE_S = 60.0
@@ -227,11 +229,11 @@ def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: 
     segments = list(timing.attempt.segments)
     begin, end = timing.window
     patience = max(5.0, 3 * (timing.usual_step_s or 0.0))
-    ends = {}
+    ends: list[tuple[float, str]] = []
     for segment in segments + [node for node in run.nodes if node not in segments]:
         time = _shifted(segment.terminated, segment, offsets)
         if time is not None and begin <= time <= end:
-            ends[time] = segment.reason
+            ends.append((time, segment.reason))
     told = last_told(timing.marks)
     notices = [
         m.time - offsets.at(m.attempt, m.host)
@@ -241,8 +243,8 @@ def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: 
         and not was_over(told.get(m.fields.get("incident")), timing.progress, near_s=patience)
     ]
     finished = [segment for segment in segments if segment.finished]
-    bad = [time for time, reason in ends.items() if reason in ABNORMAL]
-    planned = [time for time, reason in ends.items() if reason in PLANNED]
+    bad = [time for time, reason in ends if reason in ABNORMAL]
+    planned = [time for time, reason in ends if reason in PLANNED]
     preempted = any(m.kind == EventKind.PREEMPTION_NOTICE for m in timing.marks if m.time >= timing.progress - 300.0)
 
     if finished and len(finished) * 2 >= len(segments) and not bad:
@@ -258,12 +260,13 @@ def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: 
         timing.noticed = min(notices) if notices else None
     elif bad or notices or following is not None:
         timing.outcome = "failed"
-        seen = bad + notices + [time for time, reason in ends.items() if not reason and time >= timing.progress]
+        told_ends = [time for time, reason in ends if reason not in _WELL and time >= timing.progress]
+        seen = bad + notices + told_ends
         timing.noticed = max(min(seen), timing.progress) if seen else None
     elif ends:
         # The older library's launchers log that it ended, not how.
         timing.outcome = "finished"
-        timing.ended = max(ends)
+        timing.ended = max(time for time, _ in ends)
     starts = [m.time - offsets.at(m.attempt, m.host) for m in timing.marks if m.kind == EventKind.RANKS_STARTED]
     timing.relaunched = max((t for t in starts if t >= timing.progress), default=None)
     if timing.noticed is not None:

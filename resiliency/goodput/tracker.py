@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from resiliency.events import Event, EventKind, EventSink, JsonlSink
+from resiliency.events import Event, EventKind, EventSink, JsonlSink, boot_seconds
 from resiliency.settings import environment
 from resiliency.telemetry.sinks import CloudLoggingSink, cloud_logging_available
 
@@ -59,7 +59,7 @@ class GoodputLogger:
         event = Event(
             kind=event_type,
             time=time.time(),
-            monotonic_s=time.monotonic(),
+            monotonic_s=boot_seconds(),
             run=self.job_name,
             attempt=self._restart,
             # Job-wide events have no rank, so that they are not counted as a trainer's.

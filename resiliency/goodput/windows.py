@@ -48,6 +48,8 @@ class Windows:
     since: Moment | None = None
     until: Moment | None = None
     exclude: tuple[tuple[Moment, Moment], ...] = ()
+    #: The run goes on: a stretch that ends some time before its end may fit later.
+    is_running: bool = False
 
     def __bool__(self) -> bool:
         return self.since is not None or self.until is not None or bool(self.exclude)
@@ -121,9 +123,10 @@ def kept_windows(windows: Windows, start: float, end: float) -> tuple[Span, ...]
         drop(windows.until.at(start, end), end)
     for first, last in windows.exclude:
         low, high = first.at(start, end), last.at(start, end)
-        # Those of one kind were put in order before. What ends some time before the end may fit once the run has grown.
-        fixed = first.is_offset != last.is_offset or first.from_end
-        if low > high and fixed and not last.from_end and math.isfinite(high):
+        # Those of one kind were put in order before.
+        may_fit = (first.is_offset, first.from_end) == (last.is_offset, last.from_end)
+        may_fit = may_fit or (windows.is_running and last.from_end)
+        if low > high and not may_fit and math.isfinite(high):
             raise ConfigError(
                 f"--exclude: of this run, the stretch from {_utc(low)} ends before it begins, at {_utc(high)};"
                 " write the earlier moment first"

@@ -8,7 +8,7 @@ its clock goes forward begins a new segment.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from math import isfinite
 from typing import Any
 
@@ -184,12 +184,13 @@ class Collector:
 
     # -- any event -----------------------------------------------------------------------------------------------
 
-    def add(self, record: Event | Mapping[str, Any], *, raw: bytes | None = None, is_plain: bool = False) -> None:
+    def add(self, record: Event | Mapping[str, Any], *, drop_copies: bool = False, is_plain: bool = False) -> None:
         """Takes one event. Never raises on its content: unusable events are counted in ``quality``.
 
         Args:
             record: an :class:`Event`, or the object of one JSON line.
-            raw: the line itself; with it, a copy of a line is dropped: log shippers deliver at least once.
+            drop_copies: leave out an event that says the same as an earlier one, in whatever order or form: log
+                shippers and exports deliver at least once.
             is_plain: the text in it is known to be fit to be shown.
         """
         if isinstance(record, Event):
@@ -227,7 +228,7 @@ class Collector:
         if kind == EventKind.STEP:
             self._parse_step(run, record, time, attempt)
             return
-        if raw is not None and self._seen.seen(raw):
+        if drop_copies and self._seen.seen(_content(record)):
             run.quality["duplicates"] += 1
             return
         if isinstance(stamp, str) and "+" not in stamp and stamp[-1:].isdigit() and "-" not in stamp[11:]:
@@ -581,6 +582,15 @@ class Collector:
             run.terminated = time if run.terminated is None else max(time, run.terminated)
         elif kind.startswith("checkpoint_"):
             _checkpoint(run, kind, time, step, f"{rank}@{host}", record)
+
+
+def _content(record: Mapping[str, Any]) -> Hashable:
+    """What an event says, whatever the order of its keys, and whether a number is written as 40 or 40.0."""
+    try:
+        return frozenset(record.items())
+    except TypeError:  # it holds a list
+        flat = ((key, str(value) if isinstance(value, (list, dict)) else value) for key, value in record.items())
+        return frozenset(flat)
 
 
 _COMMON = frozenset(

@@ -96,7 +96,7 @@ def span(name: str, *, writer: EventWriter | None = None) -> Iterator[None]:
         writer: where it goes; None: the log that a callback or checkpointer of this library has opened in this process,
             or will.
     """
-    name = name[:MOST_NAME]
+    name = str(name)[:MOST_NAME]  # a number, or a member of an enum: no reason to end a training
     began = time.perf_counter()
     _write(writer, EventKind.SPAN_STARTED, span=name)
     try:

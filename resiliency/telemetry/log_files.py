@@ -19,9 +19,13 @@ __all__ = ["LogFiles", "find", "find_logs", "is_array", "open_log"]
 #: which it was rotated away: ``rank-00000.jsonl-20260131.gz``, ``rank-00000.jsonl.2026-01-31_12``.
 _NAME = re.compile(r"\.(?:jsonl|log)(?:\.(\d{1,6})|([-.]\d{4}-?\d\d-?\d\d(?:[-_T.:\d]*\d)?))?(?:\.gz)?$")
 #: What else bears such a name, whatever was made of it: a copy, another compression.
-_ALIKE = re.compile(r"\.jsonl[^/]*$|\.log\.[^/]*(?:bz2|xz|zst|lz4|zip|old|bak)$", re.IGNORECASE)
-#: A log with events has one in its first bytes.
+_ALIKE = re.compile(r"\.(?:jsonl|ndjson)[^/]*$|\.log\.[^/]*(?:bz2|xz|zst|lz4|zip|old|bak)$", re.IGNORECASE)
+#: Exports of Cloud Logging.
+_EXPORT = (".json", ".json.gz")
+#: A log with events has one in its first bytes: a line that is one, or an array of them. Output may speak of events.
 _SNIFF_BYTES = 1 << 16
+_EVENT = re.compile(rb'^(?:\xef\xbb\xbf)?[ \t]*\{[^\n]*"event_type"', re.MULTILINE)
+_ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -43,7 +47,7 @@ def find_logs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 def find(paths: Iterable[str | os.PathLike[str]]) -> LogFiles:
     """Log files under ``paths``: files as given; folders are searched for ``*.jsonl``, ``*.log``, what was rotated away
     from them (``.1``, ``.2``, ``-20260131``) and what was compressed (``.gz``), and for an export of Cloud Logging
-    (``*.json``) that lies right there.
+    (``*.json``, also compressed) that lies right there.
 
     A file found twice counts once. Hidden folders are searched too: our logs are below ``.resiliency``.
 
@@ -61,7 +65,7 @@ def find(paths: Iterable[str | os.PathLike[str]]) -> LogFiles:
             for folder, folders, names in os.walk(path):
                 folders.sort()
                 for name in sorted(names, key=_oldest_first):
-                    export = name.endswith(".json") and Path(folder) == path
+                    export = name.endswith(_EXPORT) and Path(folder) == path
                     file = Path(folder, name)
                     if not _NAME.search(name) and not export:
                         if _ALIKE.search(name) and file.is_file():
@@ -112,7 +116,7 @@ def _holds_events(file: Path) -> bool:
             start = opened.read(_SNIFF_BYTES)
     except OSError:
         return True
-    return not start or b'"event_type"' in start
+    return not start or (b'"event_type"' in start if _ARRAY.match(start) else _EVENT.search(start) is not None)
 
 
 def open_log(path: str | os.PathLike[str]) -> IO[bytes] | PackedLog:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from resiliency.errors import ConfigError
-from resiliency.events import EventKind
 from resiliency.telemetry.collect import Collector
 from resiliency.telemetry.facts import RunFacts, Segment
 from resiliency.telemetry.log_files import find, find_logs, is_array, open_log
@@ -94,6 +93,8 @@ class LogReader:
         self.cut: dict[str, str] = {}
         #: Lines of Google's ml-goodput-measurement, which has other events.
         self.measurement_lines = 0
+        #: The files that hold them.
+        self.measurements: dict[str, None] = {}
         self._offsets: dict[str, int] = {}
         #: The first bytes of each file, which begin with a time: another file may have taken its name.
         self._begins: dict[str, bytes] = {}
@@ -113,7 +114,10 @@ class LogReader:
         """
         before = self.lines
         for file in files:
+            others = self.measurement_lines
             self._read_file(os.fspath(file), final)
+            if self.measurement_lines > others:
+                self.measurements[os.fspath(file)] = None
         return self.lines - before
 
     def _read_file(self, path: str, final: bool) -> None:
@@ -366,10 +370,10 @@ class LogReader:
         return True
 
     def _resolve(self, name: bytes, who: bytes) -> tuple[RunFacts, Segment]:
-        run = self.collector.run(plain(name.decode("utf-8", "replace")))
+        run = self.collector.run(plain(_word(name)))
         match = _WHO.fullmatch(who)
         assert match is not None
-        host = plain(match[3].decode("utf-8", "replace"))
+        host = plain(_word(match[3]))
         attempt, rank = min(int(match[1]), 2**62), min(int(match[2]), 2**62)
         return run, self.collector.segment_for_step(run, attempt, rank, host)
 
@@ -386,7 +390,7 @@ class LogReader:
         except (ValueError, RecursionError):
             self.torn_lines += 1
             return
-        self._record(record, text, is_plain=is_plain_json(string))
+        self._record(record, is_plain=is_plain_json(string))
 
     def _array(self, file: IO[bytes] | PackedLog) -> bool:
         """One JSON array of events, in memory as a whole: an export of Cloud Logging, which has the newest first; False
@@ -401,7 +405,7 @@ class LogReader:
             return False
         self.lines += len(records)
         for record in sorted(records, key=_stamp):
-            self._record(record, None)
+            self._record(record)
         return True
 
     def _entries(self, content: bytes) -> bool:
@@ -425,12 +429,12 @@ class LogReader:
         self.lines += len(found)
         for _, one in sorted(found, key=_first):
             if isinstance(one, dict):
-                self._record(one, None)
+                self._record(one)
             elif not self._add_wrapped(one):
                 self.torn_lines += 1
         return True
 
-    def _record(self, record: Any, raw: bytes | None, *, is_plain: bool = False) -> None:
+    def _record(self, record: Any, *, is_plain: bool = False) -> None:
         if isinstance(record, dict) and "event_type" not in record:
             # Exports of Cloud Logging wrap the event.
             record = record.get("jsonPayload") or record.get("payload") or record
@@ -438,10 +442,7 @@ class LogReader:
             self.foreign_lines += 1
             self.measurement_lines += isinstance(record, dict) and not _MEASUREMENT.isdisjoint(record)
             return
-        event: dict[str, Any] = record
-        if raw is None and event["event_type"] != EventKind.STEP:  # steps are known by their numbers
-            raw = json.dumps(event, sort_keys=True).encode()
-        self.collector.add(event, raw=raw, is_plain=is_plain)
+        self.collector.add(record, drop_copies=True, is_plain=is_plain)
 
 
 def _matches(block: bytes) -> Iterator[list[tuple[bytes, ...]]]:
@@ -474,6 +475,14 @@ def _text(line: bytes) -> str:
         if b"\0" in line:
             raise
         return line.decode("latin-1")
+
+
+def _word(name: bytes) -> str:
+    """As :func:`_text`, of what is in a line that is an event."""
+    try:
+        return name.decode()
+    except UnicodeDecodeError:
+        return name.decode("latin-1")
 
 
 def _stamp(record: object) -> str:

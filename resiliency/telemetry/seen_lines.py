@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Hashable
 
 __all__ = ["SeenLines"]
 
@@ -28,7 +29,7 @@ class SeenLines:
         #: How many more lines it takes: two thirds of the slots are used.
         self._left = slots * 2 // 3
 
-    def seen(self, line: bytes) -> bool:
+    def seen(self, line: Hashable) -> bool:
         """True when the line was here before; it has been here from now on."""
         key = hash(line) or 1
         if self._before is not None and self._before[_place(self._before, key)]:

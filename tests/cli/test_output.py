@@ -18,6 +18,18 @@ from resiliency.cli._output import whole_output
 with whole_output():
     sys.stdout.write("a" * int(sys.argv[1]))
 """
+#: What Typer puts in the place of an output that has broken.
+HIDING = """
+import contextlib
+class Hiding:
+    def __init__(self, wrapped):
+        self.wrapped = wrapped
+    def flush(self):
+        with contextlib.suppress(BrokenPipeError):
+            self.wrapped.flush()
+    def __getattr__(self, name):
+        return getattr(self.wrapped, name)
+"""
 SAID = "resiliency: what this command prints cannot be written: {}\n"
 
 
@@ -51,15 +63,17 @@ def test_what_fits_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unbuffered", [True, False])
-@pytest.mark.parametrize("ended", ["returns", "exits"])
+@pytest.mark.parametrize("ended", ["returns", "exits", "exits by Typer"])
 def test_a_reader_that_has_seen_enough_gets_no_traceback(unbuffered: bool, ended: str) -> None:
     """``resiliency goodput report --help | head``."""
-    end = {"returns": "pass", "exits": "sys.exit(1)"}[ended]
+    end = {"returns": "pass", "exits": "sys.exit(1)", "exits by Typer": "sys.stdout = Hiding(sys.stdout); sys.exit(1)"}[
+        ended
+    ]
     read, write = os.pipe()
     os.close(read)
     try:
         done = subprocess.run(
-            [sys.executable, "-c", f"{PRINTS}    {end}\n", "100"],
+            [sys.executable, "-c", f"{HIDING}{PRINTS}    {end}\n", "100"],
             stdout=write,
             stderr=subprocess.PIPE,
             env=child_environment(str(Path(__file__).parents[2])) | {"PYTHONUNBUFFERED": "1" if unbuffered else ""},

@@ -104,10 +104,12 @@ def test_one_rank_with_a_slow_loader_is_named() -> None:
         job.now += 3.0
         for rank in range(4):
             job.emit(
-                EventKind.STEP, rank, step=job.step, step_s=3.0, data_wait_s=1.0 if rank == 2 else 0.01, stall_s=0.0
+                EventKind.STEP, rank, step=job.step, step_s=3.0, data_wait_s=1.0 if rank == 2 else 0.2, stall_s=0.0
             )
     job.finish()
-    assert "rank 2 on host-2 waits 1 s a step" in said(job, Bucket.DATA_WAIT).text
+    advice = said(job, Bucket.DATA_WAIT)
+    assert "rank 2 on host-2 waits 1 s a step for its loader, the others 200 ms" in advice.text
+    assert advice.returns_s == pytest.approx(50 * 0.8 / 4), "the others go on waiting"
 
 
 def test_a_span_that_is_most_of_the_loop_is_named() -> None:

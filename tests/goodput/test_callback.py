@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import pickle
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from resiliency.callbacks.goodput import build
 from resiliency.goodput.ledger import account
 from resiliency.goodput.taxonomy import Bucket
 from resiliency.telemetry.reader import find_logs, read_logs
+from resiliency.telemetry.sinks import PrometheusTextSink
 
 NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]
 
@@ -181,9 +183,15 @@ def test_the_module_gives_the_class_of_the_imported_package() -> None:
 def test_with_a_checkpoint_callback_events_are_written_once(pl: Any, tmp_path: Path) -> None:
     checkpoints = importlib.import_module("resiliency.callbacks.model_checkpoint").build(pl.__name__)
     saver = checkpoints(dirpath=tmp_path / "ckpt", every_n_train_steps=10)
-    callback = build(pl.__name__)()
+    gauges = tmp_path / "rank.prom"
+    callback = build(pl.__name__)(sinks=(PrometheusTextSink(gauges),))
     run = trainer(pl, tmp_path / "root", callback, max_steps=20, enable_checkpointing=True, callbacks=[callback, saver])
     run.fit(make_model(pl), loader())
+    counts = re.findall(r'resiliency_events_total\{.*event="(\w+)"\} (\d+)', gauges.read_text())
+    assert {"job_started", "train_started", "checkpoint_started", "job_terminated"} <= dict(counts).keys(), (
+        "as in the log"
+    )
+    assert re.search(r"resiliency_steps_total\{.*\} 20$", gauges.read_text(), re.MULTILINE)
     ranks = [log for log in find_logs([tmp_path]) if log.name == "rank-00000.jsonl"]
     assert len(ranks) == 1
     kinds = [json.loads(line)["event_type"] for line in ranks[0].read_text().splitlines()]

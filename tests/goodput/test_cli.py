@@ -13,6 +13,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from resiliency.cli.goodput import app
+from resiliency.goodput.table import print_report
+from resiliency.goodput.taxonomy import Bucket
 
 from .scripted import Job
 from .test_ledger_truth import crash, scale_down
@@ -118,6 +120,13 @@ def test_the_page_makes_its_folder(logs: Path, tmp_path: Path) -> None:
     assert page.exists()
 
 
+def test_a_page_below_a_file_is_refused(logs: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for page in (tmp_path / "file" / "x.html", tmp_path / "file" / "below" / "x.html"):
+        result = run(app, ["report", "--log", str(logs), "--html", str(page)])
+        assert result.exit_code == 2 and "Not a directory" in " ".join(result.output.split())
+
+
 def test_a_missing_jinja_is_told_in_one_line(logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     result = run(app, ["report", "--log", str(logs), "--html", str(tmp_path / "page.html")])
@@ -194,7 +203,7 @@ def test_an_end_before_the_run_leaves_nothing(logs: Path) -> None:
         assert result.exit_code == 2 and "leave nothing of the run" in result.output
 
 
-@pytest.mark.parametrize("stretch", ["400..2001-01-01", "2099-01-01..10", "-5..10"])
+@pytest.mark.parametrize("stretch", ["400..2001-01-01", "2099-01-01..10", "-5..10", "10..-2d"])
 def test_a_stretch_that_turns_out_to_be_reversed_is_refused(logs: Path, stretch: str) -> None:
     result = run(app, ["report", str(logs), "--exclude", stretch])
     assert result.exit_code == 2 and "ends before it begins" in result.output
@@ -225,11 +234,38 @@ def test_a_locale_without_bars_gets_the_rest(logs: Path) -> None:
 def test_a_narrow_terminal_cuts_no_figure(
     logs: Path, monkeypatch: pytest.MonkeyPatch, width: int, words: list[str]
 ) -> None:
-    from resiliency.goodput.table import print_report
-
     (summary,) = json.loads(run(app, ["report", str(logs), "--json"]).output)["runs"]
     console = Console(file=io.StringIO(), width=width)
     print_report([summary], console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "\u2026" not in text and all(word in text for word in words)
     assert max(map(len, text.splitlines())) <= width
+
+
+def test_what_a_log_puts_in_brackets_is_text_and_no_style(tmp_path: Path) -> None:
+    job = Job(ranks=2, run="[/red] :smile:", hosts={0: "[blink]a", 1: "[/b]"})
+    job.start()
+    for _ in range(100):
+        job.step += 1
+        job.advance(2.0, Bucket.PRODUCTIVE)
+        for rank in range(2):
+            busy = 1.9 if rank else 1.0
+            job.emit("step", rank, step=job.step, step_s=2.0, busy_s=busy, data_wait_s=0.0, stall_s=0.0)
+    job.emit("checkpoint_failed", 0, step=20, tier="[/dev/shm]", reason="[/why] [errno 28]")
+    job.emit("span_ended", 0, span="[/span]", span_s=1.0)
+    job.fail(detection=5.0, kind="host_lost", lost_host="[/c]", reason="[gone]")
+    job.start(load=20)
+    job.finish()
+    job.write(tmp_path)
+    words = ("[/red] :smile:", "[/b]", "[/dev/shm]", "[/why]", "[errno", "[/span]", "[/c]", "[gone]")
+    report = run(app, ["report", str(tmp_path)])
+    assert report.exit_code == 0, report.output
+    assert [word for word in words if word not in report.output] == []
+    for command in (["compare", str(tmp_path), str(tmp_path)], ["watch", str(tmp_path), "--rounds", "1"]):
+        result = run(app, command)
+        assert result.exit_code == 0 and "[/red] :smile:" in result.output, result.output
+    waits = run(app, ["watch", str(tmp_path), "--rounds", "1", "--run", "[/x]"])
+    assert waits.exit_code == 0 and "waiting for run '[/x]'" in waits.output
+    console = Console(file=io.StringIO(), width=200, emoji=False)
+    (summary,) = json.loads(run(app, ["report", str(tmp_path), "--json"]).output)["runs"]
+    print_report([summary], console)

@@ -199,6 +199,34 @@ def test_copies_of_lines_and_of_whole_files_change_nothing(tmp_path: Path) -> No
     assert ledger.facts.quality["duplicates"] >= steps + 200
 
 
+@pytest.mark.parametrize("form", ["keys in another order", "an export", "entries"])
+def test_copies_in_another_form_change_nothing(form: str, tmp_path: Path) -> None:
+    """The log of a run beside what was sent to Cloud Logging, which has its own order of keys, and only floats."""
+    job = crash()
+    for event in job.events:
+        if event.kind == EventKind.JOB_STARTED:
+            event.fields["logs"] = ["/var/log/a.out"]  # type: ignore[index]
+    job.step = 60
+    job.emit(EventKind.CHECKPOINT_STARTED, 0, step=60, stall_s=1.0, at=START + 200.0)
+    lines = [event.to_json() for event in sorted(job.events, key=lambda event: event.time)]
+    (tmp_path / "job.jsonl").write_text("\n".join(lines) + "\n")
+    once = read(tmp_path / "job.jsonl").collector.runs["job"]
+    events = [
+        {key: float(value) if isinstance(value, int) else value for key, value in sorted(json.loads(line).items())}
+        for line in lines
+    ]
+    entries = [{"jsonPayload": event, "insertId": str(number)} for number, event in enumerate(events)]
+    if form == "an export":
+        (tmp_path / "export.json").write_text(json.dumps(entries[::-1], indent=2))
+    else:
+        copies = entries if form == "entries" else events
+        (tmp_path / "copies.jsonl").write_text("".join(json.dumps(one) + "\n" for one in copies))
+    twice = read(*sorted(tmp_path.iterdir(), reverse=True)).collector.runs["job"]
+    assert twice.kinds == once.kinds
+    assert twice.tiers == once.tiers
+    assert account(twice).gpu == account(once).gpu
+
+
 def test_out_of_order_lines_are_put_in_their_place(tmp_path: Path) -> None:
     job = crash()
     job.write(tmp_path)
@@ -536,9 +564,11 @@ def test_the_older_librarys_log_gives_an_account() -> None:
     assert wall[Bucket.RESTART] == pytest.approx(160, abs=4)
 
 
-def test_saves_the_older_job_threw_away_are_lost_work() -> None:
+@pytest.mark.parametrize("first_load", [True, False])
+def test_saves_the_older_job_threw_away_are_lost_work(first_load: bool) -> None:
+    """A job that starts afresh loads nothing: its start of training is estimated from the pace of its saves."""
     events: list[tuple[float, str, dict[str, object]]] = [(0.0, "job_started", {"node_rank": 0})]
-    events += [(100.0, "checkpoint_loaded", {"step": 0})]
+    events += [(100.0, "checkpoint_loaded", {"step": 0})] if first_load else []
     events += [(100.0 + 100 * n, "checkpoint_saved", {"step": 20 * n}) for n in range(1, 11)]
     events += [(1100.0, "job_terminated", {"node_rank": 0}), (1200.0, "job_started", {"node_rank": 0})]
     events += [(1300.0, "checkpoint_loaded", {"step": 150})]
@@ -594,7 +624,8 @@ def test_a_death_that_only_the_agent_saw_names_its_rank_and_a_launcher_says_how(
     assert job.ledger().wall[Bucket.DETECTION] == 250_000, "the first notice counts"
 
 
-def test_an_end_that_was_told_is_not_without_a_word() -> None:
+@pytest.mark.parametrize("reason", ["", "out of memory"])
+def test_an_end_that_was_told_is_not_without_a_word(reason: str) -> None:
     job = crash()
     job.events = [event for event in job.events if event.kind != EventKind.WORKER_LOST]
     for rank in range(4):
@@ -607,11 +638,32 @@ def test_an_end_that_was_told_is_not_without_a_word() -> None:
                 attempt=0,
                 rank=rank,
                 host=f"host-{rank}",
-                fields={},
+                fields={"reason": reason} if reason else {},
             )
         )
-    (incident,) = [one for one in incidents(job.ledger()) if one.ended_attempt]
-    assert incident.what == "Ended, without a reason in the log"
+    ledger = job.ledger()
+    (incident,) = [one for one in incidents(ledger) if one.ended_attempt]
+    assert incident.what == (f"Ended by {reason}" if reason else "Ended, without a reason in the log")
+    assert ledger.wall[Bucket.DETECTION] > 0, "it was noticed then"
+    assert not ledger.notes
+
+
+@pytest.mark.parametrize("reasons", [("exception", "signal"), ("signal", "exception")])
+def test_ranks_that_end_in_the_same_moment_for_different_reasons_count_both(reasons: tuple[str, str]) -> None:
+    job = Job(ranks=2)
+    job.start()
+    job.steps(30)
+    job.training = False
+    job.advance(2.0, Bucket.DETECTION)
+    for rank, reason in enumerate(reasons):
+        job.emit(EventKind.JOB_TERMINATED, rank, reason=reason)
+    job.start()
+    job.steps(30)
+    job.finish()
+    ledger = job.ledger()
+    assert ledger.timings[0].outcome == "failed"
+    assert [one.what for one in incidents(ledger)] == ["Ended by exception"]
+    assert_matches(ledger, job)
 
 
 def test_a_stall_after_the_last_step_is_a_stall() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from resiliency.events import EventKind
+from resiliency.goodput.ledger import account
+from resiliency.goodput.summary import summarize
+from resiliency.goodput.table import unit_word
 from resiliency.goodput.taxonomy import Bucket
+from resiliency.telemetry.collect import Collector
 
 from .scripted import Job, assert_matches
 
@@ -208,3 +212,31 @@ def test_files_on_disk_give_the_same_account(script: Callable[[], Job], tmp_path
     ledger = job.read(tmp_path)
     assert_matches(ledger, job)
     assert ledger.gpu == job.ledger().gpu
+
+
+def _gpu_seconds(found: object) -> Iterator[float]:
+    """All GPU time in a summary."""
+    if isinstance(found, dict):
+        for key, value in found.items():
+            if key.endswith("gpu_s"):
+                yield from value.values() if isinstance(value, dict) else [value]
+            elif key != "ranks":
+                yield from _gpu_seconds(value)
+    elif isinstance(found, list):
+        for one in found:
+            yield from _gpu_seconds(one)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+def test_gpu_time_is_that_of_all_gpus_of_a_rank_everywhere(script: Callable[[], Job]) -> None:
+    job, collector = script(), Collector()
+    for event in job.events:
+        collector.add(event)
+    run = collector.runs[job.run]
+    one, eight = summarize(account(run)), summarize(account(run, gpus_per_rank=8))
+    assert list(_gpu_seconds(eight)) == pytest.approx([8 * seconds for seconds in _gpu_seconds(one)])
+    assert eight["older"]["reasons"] == one["older"]["reasons"]
+    texts = [[row["advice"] and row["advice"]["text"] for row in each["buckets"]] for each in (one, eight)]
+    assert texts[0] == texts[1]
+    assert (one["goodput"], 8 * one["capacity"]) == (eight["goodput"], eight["capacity"])
+    assert unit_word(eight) == "GPU"

@@ -75,6 +75,14 @@ def test_a_compressed_log_counts_up_to_where_it_is_cut_or_damaged(tmp_path: Path
     assert reader.read(find_logs([tmp_path])) == 0, "a second look reads nothing again"
 
 
+def test_a_compressed_export_is_read(tmp_path: Path) -> None:
+    job = crash()
+    entries = [{"jsonPayload": json.loads(line)} for line in lines_of(job)]
+    (tmp_path / "export.json.gz").write_bytes(gzip.compress(json.dumps(entries).encode()))
+    (tmp_path / "other.json.gz").write_bytes(gzip.compress(b'{"loss": 1}'))
+    assert_matches(ledger_of(tmp_path), job)
+
+
 def test_what_is_no_compressed_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "job.jsonl.1.gz").write_bytes(b"these are no gzip bytes")
     with pytest.raises(ConfigError, match=r"cannot read event log .*job.jsonl.1.gz: Not a gzipped file"):
@@ -96,13 +104,16 @@ def test_exports_of_cloud_logging_are_read(tmp_path: Path, form: str) -> None:
     assert not ledger.facts.quality
 
 
+@pytest.mark.parametrize("form", ["spaced", "as we write it", "an entry"])
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "latin-1", "utf-16"])
-def test_other_encodings_lose_no_event(tmp_path: Path, encoding: str) -> None:
+def test_other_encodings_lose_no_event(tmp_path: Path, encoding: str, form: str) -> None:
+    """Step lines as we write them are not parsed as JSON."""
     job = crash()
     job.run = "jöb"
-    text = "".join(
-        json.dumps({**json.loads(line), "job_name": "jöb"}, ensure_ascii=False) + "\n" for line in lines_of(job)
-    )
+    between = (", ", ": ") if form == "spaced" else (",", ":")
+    events = [{**json.loads(line), "job_name": "jöb"} for line in lines_of(job)]
+    entries = [{"jsonPayload": event} for event in events] if form == "an entry" else events
+    text = "".join(json.dumps(entry, ensure_ascii=False, separators=between) + "\n" for entry in entries)
     (tmp_path / "job.jsonl").write_bytes(text.encode(encoding))
     reader = read_logs([tmp_path])
     assert reader.torn_lines == 0
@@ -119,7 +130,8 @@ def test_a_log_whose_first_line_is_a_list_is_read_by_lines(tmp_path: Path) -> No
 
 def test_output_beside_the_logs_is_left_out_and_named(tmp_path: Path) -> None:
     crash().write(tmp_path)
-    (tmp_path / "output.log").write_text("epoch 1, loss 2.0\n" * 1000)
+    spoken = '[12:00] INFO wrote {"event_type": "checkpoint_saved"}\n'
+    (tmp_path / "output.log").write_text(spoken + "epoch 1, loss 2.0\n" * 1000)
     logs = find([tmp_path])
     assert [path.name for path in logs.left_out] == ["output.log"]
     reader = read_logs([tmp_path])
@@ -139,6 +151,10 @@ def test_the_log_of_another_library_is_named(tmp_path: Path) -> None:
     report = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert report.exit_code != 0
     assert "ml-goodput-measurement" in report.output
+    crash().write(tmp_path)
+    report = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert report.exit_code == 0, report.output
+    assert "of ml-goodput-measurement, whose own library reads them: measured.jsonl." in " ".join(report.output.split())
 
 
 def test_a_week_that_was_delivered_twice_counts_once() -> None:
@@ -192,7 +208,7 @@ def test_logs_that_bear_the_day_they_were_rotated_on_are_read_first(tmp_path: Pa
 
 def test_what_is_named_like_a_log_and_cannot_be_read_is_named(tmp_path: Path) -> None:
     crash().write(tmp_path)
-    names = ["job.jsonl.1.bz2", "job.jsonl.old", "job.jsonl.swp", "job.jsonl.xz"]
+    names = ["job.jsonl.1.bz2", "job.jsonl.old", "job.jsonl.swp", "job.jsonl.xz", "job.ndjson"]
     for name in names:
         (tmp_path / name).write_bytes(b"what")
     (tmp_path / "gone.jsonl").symlink_to(tmp_path / "nowhere")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import json
 import os
@@ -90,6 +91,43 @@ def test_the_calculators_command_line_prints_and_exports_the_figures(tmp_path: P
     assert json.loads((tmp_path / "out.json").read_text())["goodput_percentage"] == pytest.approx(50.0)
 
 
+@pytest.mark.parametrize("form", ["rotated", "array", "latin-1", "twice"])
+def test_the_calculator_reads_what_the_report_reads(form: str, tmp_path: Path) -> None:
+    lines = older_log(tmp_path / "event_log.log").read_text().splitlines()[:-1]
+    (tmp_path / "event_log.log").unlink()
+    if form == "rotated":
+        (tmp_path / "event_log.log.1.gz").write_bytes(gzip.compress("\n".join(lines[:4]).encode()))
+        (tmp_path / "event_log.log").write_text("\n".join(lines[4:]))
+    elif form == "array":
+        entries = [{"jsonPayload": json.loads(line), "insertId": "x"} for line in lines]
+        (tmp_path / "export.json").write_text(json.dumps(entries))
+    elif form == "latin-1":
+        (tmp_path / "event_log.log").write_bytes("\n".join(lines).replace("job-b", "jöb").encode("latin-1"))
+    else:
+        for name in ("event_log.log", "copy.log"):
+            (tmp_path / name).write_text("\n".join(lines))
+    tool = GoodputCalculator("job-a", str(tmp_path))
+    events = tool.load_events()
+    assert len(events) == 8
+    metrics = tool.calculate_goodput(tool.preprocess_events(events, "job-a"), 12.5)
+    assert metrics["goodput_percentage"] == pytest.approx(50.0)
+    assert (metrics["checkpoints_loaded"], metrics["checkpoints_saved"]) == (1, 2)
+    assert sum(metrics["badput_seconds"].values()) + metrics["useful_runtime_seconds"] == pytest.approx(1000)
+
+
+def test_a_calculator_whose_reader_has_seen_enough_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def closed(text: str) -> int:
+        raise BrokenPipeError
+
+    log = older_log(tmp_path / "event_log.log")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stdout, "write", closed)
+        assert calculator.main(["--job-name", "job-a", "--log-file", str(log)]) == 1
+    assert capsys.readouterr().err == ""
+
+
 def test_the_calculator_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert calculator.main(["--job-name", "x", "--log-file", str(tmp_path / "none.log")]) == 1
     assert "Log file not found" in capsys.readouterr().err
@@ -110,12 +148,14 @@ def test_the_tracker_writes_the_older_file(tmp_path: Path) -> None:
 def test_the_older_logger_class_works_and_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOODPUT_USE_FILE_TRACKING", "")
     monkeypatch.delenv("JOB_IDENTIFIER", raising=False)
+    monkeypatch.setattr(tracker, "boot_seconds", lambda: 1234.5)
     logger = tracker.GoodputLogger(tmp_path)
     logger.log_event("checkpoint_saved", step=7)
     logger.log_event("job_started", node_rank=3)
     logger.close()
     lines = [json.loads(line) for line in (tmp_path / "training-job-goodput.log").read_text().splitlines()]
     assert lines[0]["step"] == 7
+    assert lines[0]["monotonic_s"] == 1234.5, "the clock of all other events of the host"
     assert (lines[1]["node_rank"], lines[1]["rank"]) == (3, -1)
     blocked = tmp_path / "file"
     blocked.write_text("")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from resiliency.goodput.ledger import account
-from resiliency.goodput.page import MOST_PIECES, render_page, write_page
+from resiliency.goodput.page import MOST_FLIGHTS, MOST_PIECES, _flights, _host_labels, render_page, write_page
 from resiliency.goodput.summary import summarize
 from resiliency.goodput.taxonomy import BUCKETS, Bucket
 from resiliency.telemetry.collect import Collector
@@ -113,6 +113,20 @@ def test_ranks_that_take_turns_in_being_slow_are_no_stragglers() -> None:
     assert summarize(job.ledger())["stragglers"] == []
 
 
+@pytest.mark.parametrize(("windows", "slower"), [({4}, 1.6), ({4, 5}, 1.15)])
+def test_a_rank_that_was_slow_for_a_moment_is_no_straggler(windows: set[int], slower: float) -> None:
+    job = Job(ranks=2)
+    job.start()
+    for step in range(800):
+        job.step += 1
+        job.advance(STEP_S, Bucket.PRODUCTIVE)
+        for rank in range(2):
+            busy = slower if rank and step // 8 in windows else 1.0
+            job.emit("step", rank, step=job.step, step_s=STEP_S, busy_s=busy, data_wait_s=0.0, stall_s=0.0)
+    job.finish()
+    assert summarize(job.ledger())["stragglers"] == []
+
+
 def test_incidents_link_to_the_output_of_the_rank_they_are_about() -> None:
     job = Job(ranks=2)
     job.start()
@@ -207,6 +221,7 @@ CHECKS = """(() => {
     const own = [...e.childNodes].filter((n) => n.nodeType === 3).map((n) => n.data.trim()).join("");
     if (!own) continue;
     const style = getComputedStyle(e), size = parseFloat(style.fontSize);
+    if (size === 0) continue;  // a dot: a number that has no room
     if (size < 11) small.push(own.slice(0, 40) + " " + size);
     const a = light(rgb(style.color)), b = light(behind(e));
     const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
@@ -283,6 +298,10 @@ def test_a_week_fits_on_a_few_screens_and_the_time_line_on_the_first(browser: Br
         assert browser.evaluate("document.documentElement.scrollHeight") < 2500
         folds = browser.evaluate("[...document.querySelectorAll('details.fold')].map((e) => e.open)")
         assert len(folds) == 3 and all(is_open is (width >= 600) for is_open in folds)
+        numbers, dots, attempts = browser.evaluate(NUMBERS)
+        assert len(numbers) > 8 and (dots > 8) is (width == 400)
+        assert all(right <= left + 1 for (_, right), (left, _) in zip(numbers, numbers[1:], strict=False))
+        assert (attempts == 0) is (width == 400), "numbers of attempts that are narrower than they"
     assert browser.evaluate("document.querySelector('.chart').getBoundingClientRect().bottom") < 900
     for place, label in browser.evaluate("""[...document.querySelectorAll('.chart .axis span')].map((e) => {
         const a = e.parentElement.getBoundingClientRect(), b = e.getBoundingClientRect();
@@ -290,6 +309,16 @@ def test_a_week_fits_on_a_few_screens_and_the_time_line_on_the_first(browser: Br
         return [Math.min(...[b.left, (b.left + b.right) / 2, b.right].map((x) => Math.abs(x - at))), e.textContent];
     })"""):
         assert place < 1, f"{label} is {place:.0f} pixels from its time"
+
+
+#: Sides of the numbers of incidents, how many are dots, and how many attempts have a number.
+NUMBERS = """(() => {
+  const size = (e) => parseFloat(getComputedStyle(e).fontSize);
+  const flags = [...document.querySelectorAll(".flags a")];
+  const boxes = flags.filter((e) => size(e) > 0).map((e) => e.getBoundingClientRect());
+  const numbered = [...document.querySelectorAll(".attempts:not(.spans) i")].filter((e) => e.textContent && size(e) > 0);
+  return [boxes.map((b) => [b.left, b.right]), flags.length - boxes.length, numbered.length];
+})()"""
 
 
 #: Where the third attempt's mark and the axis' labels are, as shares of the visible width.
@@ -376,6 +405,34 @@ def test_long_names_do_not_widen_the_page(browser: Browser, tmp_path: Path) -> N
     for width in (1280, 400):
         browser.open(path, width=width, dark=False)
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_saves_in_flight_are_drawn_to_the_end_of_a_long_run() -> None:
+    shown = _flights([(place / 12, (place + 1) / 12, 0.5) for place in range(0, 1200, 2)])
+    assert len(shown) <= MOST_FLIGHTS
+    assert (shown[0]["left"], shown[-1]["left"] + shown[-1]["width"]) == pytest.approx((0.0, 100.0), abs=0.2)
+    assert sum(one["share"] * one["width"] for one in shown) == pytest.approx(25.0, rel=0.05)
+    few = [(0.0, 10.0, 1.0), (50.0, 50.0, 0.01)]
+    assert [(one["left"], one["width"], one["share"]) for one in _flights(few)] == [(0.0, 10.0, 1.0), (50.0, 0.1, 0.08)]
+
+
+def test_steps_beyond_the_scale_are_marked_the_longest_first() -> None:
+    job = Job(ranks=1)
+    job.start()
+    for number in range(100):
+        job.steps(9)
+        job.steps(1, extra=20.0 + number, extra_bucket=Bucket.UNKNOWN)
+    text = page_of(job)
+    assert text.count('class="over"') == 60
+    assert "2 m 01 s at step 1,000" in text, "the last one is the longest"
+
+
+def test_hosts_are_told_apart_by_what_differs() -> None:
+    names = [f"gke-pool-with-a-long-name-{number}-ab.internal" for number in range(12)]
+    assert _host_labels(names)[names[11]] == "…11-ab.internal"
+    assert _host_labels(names[:1]) == {names[0]: names[0]}
+    assert _host_labels(["node-0", "node-1"]) == {"node-0": "node-0", "node-1": "node-1"}
+    assert _host_labels(["gpu-host", "gpu-host-1"]) == {"gpu-host": "gpu-host", "gpu-host-1": "gpu-host-1"}
 
 
 def test_attempts_and_incidents_that_have_no_place_are_counted() -> None:

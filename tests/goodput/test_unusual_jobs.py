@@ -10,6 +10,7 @@ import pytest
 
 from resiliency.events import EventKind
 from resiliency.goodput.attempts import Attempt
+from resiliency.goodput.incidents import incidents
 from resiliency.goodput.ledger import Ledger, account
 from resiliency.goodput.taxonomy import Bucket
 from resiliency.telemetry.collect import Collector
@@ -328,6 +329,8 @@ def test_a_counter_that_starts_again_is_a_new_attempt_however_many_steps_a_line_
     ledger = _steps_of([every * number for _ in range(3) for number in range(1, 11)])
     assert len(ledger.timings) == 3
     assert ledger.wall_us == 300e6
+    told = {(one.what, one.remedy.partition(" at ")[0]) for one in incidents(ledger)}
+    assert told == {("Steps counted from an earlier one again", "went on in the same process")}, "nothing was loaded"
     assert _nothing_set_aside(ledger)
 
 

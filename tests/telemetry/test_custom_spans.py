@@ -88,6 +88,13 @@ with span("of the rank"): pass
     assert {line["span"] for line in lines_of(other)} == {"of the rank"}
 
 
+def test_a_name_that_is_no_text_does_not_end_a_training(tmp_path: Path) -> None:
+    path = tmp_path / "rank.jsonl"
+    with span(12, writer=writer_to(path)), span(None, writer=writer_to(path)):  # type: ignore[arg-type]
+        pass
+    assert [line["span"] for line in lines_of(path)] == ["12", "None", "None", "12"]
+
+
 def named() -> Job:
     job = Job(ranks=2)
     job.start()
