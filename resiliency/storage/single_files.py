@@ -354,16 +354,29 @@ def remove_run_folder(folder: str, through: str) -> bool:
 
 def _names_left(tier: LocalTier, manifest: Manifest) -> list[str]:
     """The names under which the step is still found."""
-    shard = os.stat(tier.path(step_prefix(manifest.run, manifest.id) + shard_file(0)))
+    try:
+        shard = os.stat(tier.path(step_prefix(manifest.run, manifest.id) + shard_file(0)))
+    except FileNotFoundError:
+        shard = None  # a user who deletes all old "*.ckpt", wherever they lie, deletes one of the two links
     left = []
     for name in manifest.names:
         try:
             found = os.lstat(tier.path(name))
         except (OSError, TierError):
             continue
-        if stat.S_ISDIR(found.st_mode) or os.path.samestat(found, shard):  # a sharded step's name is a folder
+        if stat.S_ISDIR(found.st_mode):  # a sharded step's name is a folder
+            left.append(name)
+        elif os.path.samestat(found, shard) if shard is not None else _is_the_step(tier.path(name), manifest):
             left.append(name)
     return left
+
+
+def _is_the_step(path: str, manifest: Manifest) -> bool:
+    """True when a file is the whole step, of which nothing else tells."""
+    try:
+        return _same(read_single_file(path), manifest)
+    except (CorruptShard, OSError):
+        return False
 
 
 def _has_a_file(tier: LocalTier, manifest: Manifest) -> bool:
