@@ -323,6 +323,8 @@ class HostAgent:
         except AgentError as error:
             logger.info("%s/%s/%s stays: %s", where, META_DIR, self.config.run, error)
         except (OSError, TierError):
+            if not os.path.lexists(os.path.join(where, META_DIR, self.config.run)):
+                return  # with a temporary folder of the user, say
             # Boundary: the end of the agent; what stays is used or removed by the next start.
             logger.warning("%s/%s/%s could not be removed", where, META_DIR, self.config.run, exc_info=True)
 
