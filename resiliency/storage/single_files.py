@@ -28,9 +28,11 @@ from resiliency import faultpoints
 from resiliency.errors import CorruptShard, TierError, UnsupportedFormat
 from resiliency.regular_file import open_regular
 from resiliency.storage.catalog import StepListing, scan, step_prefix
+from resiliency.storage.change_times import unlink_in_order
 from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, record_file, shard_file
 from resiliency.storage.own_record import check_identity_is_absent, read_other_shard, read_own_manifest
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
 
@@ -343,6 +345,7 @@ def remove_run_folder(folder: str, through: str) -> bool:
             return False
         if os.path.basename(path) == STEPS_DIR:
             faultpoints.hit("agent.drop.renamed")
+    _unlink_in_order(os.path.join(through, STEPS_DIR))
     with suppress(FileNotFoundError):  # a later job removes it too
         shutil.rmtree(through)
     faultpoints.hit("agent.drop.removed")
@@ -350,6 +353,19 @@ def remove_run_folder(folder: str, through: str) -> bool:
         with suppress(OSError):  # a job has begun meanwhile, or other runs are there
             os.rmdir(path)
     return True
+
+
+def _unlink_in_order(steps: str) -> None:
+    """Unlinks the first shards of steps, which the names stay of, so that the newest file is changed last."""
+    found = sorted((step, name) for name in _listing(steps) if (step := StepId.parse(name)) is not None)
+    unlink_in_order(os.path.join(steps, name, shard_file(0)) for _, name in found)
+
+
+def _listing(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def _names_left(tier: LocalTier, manifest: Manifest) -> list[str]:
