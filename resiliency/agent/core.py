@@ -329,6 +329,8 @@ class HostAgent:
         except AgentError as error:
             logger.info("%s/%s/%s stays: %s", where, META_DIR, self.config.run, error)
         except (OSError, TierError):
+            if not os.path.lexists(os.path.join(where, META_DIR, self.config.run)):
+                return  # the whole directory was deleted meanwhile, as a user's temporary directory is
             # Boundary: the agent ends; the next start uses or removes what is left.
             logger.warning("%s/%s/%s could not be removed", where, META_DIR, self.config.run, exc_info=True)
 

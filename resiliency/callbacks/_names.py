@@ -45,17 +45,20 @@ def engine_name(path: str, dirpath: str) -> str | None:
 def names_on_disk(dirpath: str, run: str, ending: str) -> list[str]:
     """All names in ``dirpath`` that a version counter must skip: the engine's and stock checkpoints, sorted.
 
+    In a folder these are its files: a name that the user has deleted is free, though its step may still be there, as it
+    is after a crash. In a store also the names of all steps, whose copies may be on their way.
+
     Blocks: one listing. Returns no names when ``dirpath`` cannot be listed.
     """
     names: set[str] = set()
-    try:
-        tier = open_tier(dirpath, glance=True)
-        names |= set(live_names([listing.manifest for listing in scan(tier, run) if listing.manifest is not None]))
-        if "://" in dirpath:
+    if "://" in dirpath:
+        try:
+            tier = open_tier(dirpath, glance=True)
+            names |= set(live_names([listing.manifest for listing in scan(tier, run) if listing.manifest is not None]))
             names |= {info.key for info in tier.list("") if not info.key.startswith(META_DIR + "/")}
-    except (TierError, OSError) as error:
-        logger.debug("names in %s cannot be listed: %s", dirpath, error)
-    if "://" not in dirpath:
+        except (TierError, OSError) as error:
+            logger.debug("names in %s cannot be listed: %s", dirpath, error)
+    else:
         for folder, folders, files in os.walk(dirpath):
             folders[:] = [name for name in folders if name != META_DIR]
             # A link to nothing is no checkpoint, as the stock class sees it.

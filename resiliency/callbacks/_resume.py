@@ -293,11 +293,12 @@ class Resume:
             if "optimizer_states" in state:
                 dealt = any(getattr(one, "continues_epochs", False) for one in self._trainer.callbacks)
                 logger.warning(
-                    "rank %d: the checkpoint was written by %d ranks, this job has %d: random generators%s and metrics"
-                    " start anew on this rank, everything else continues exactly",
+                    "rank %d: %s: random generators%s and metrics start anew on this rank, everything else continues"
+                    " exactly",
                     self._trainer.global_rank,
-                    world_size,
-                    self._trainer.world_size,
+                    f"the checkpoint was written by {world_size} ranks, this job has {self._trainer.world_size}"
+                    if world_size != self._trainer.world_size
+                    else "the checkpoint has nothing of this rank alone (a plugin wrote it, or exact_resume was off)",
                     "" if dealt else ", data loaders",
                 )
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -118,6 +119,7 @@ class CheckpointSaver:
 
         Raises:
             Timeout: a rank is missing.
+            FileExistsError: ``dirpath`` is a file; as the stock class, which nothing helps either.
         """
         if self.engine is not None:
             return True
@@ -126,6 +128,9 @@ class CheckpointSaver:
         except (TierError, AgentError, OSError) as error:
             if isinstance(error, Timeout):
                 raise  # nothing works without that rank
+            where = self.places.dirpath
+            if os.path.exists(where) and not os.path.isdir(where):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), where) from error
             logger.log(
                 logging.DEBUG if self._told_why else logging.ERROR,
                 "no checkpoints are written to %s: %s; training goes on, and later saves try again",
@@ -256,8 +261,17 @@ class CheckpointSaver:
         return known
 
     def is_taken(self, path: str) -> bool:
-        """True when a checkpoint has this path or will have it. Collective: no; all ranks have the same names."""
-        return self.name_of(path) in self._names or path in self._save_paths
+        """True when a checkpoint has this path or will have it. Collective: no; all ranks have the same names.
+
+        A job of one rank also looks whether somebody else has put a file there since it began, as the stock class does.
+        """
+        if self.name_of(path) in self._names or path in self._save_paths:
+            return True
+        return self._trainer.world_size == 1 and "://" not in path and os.path.exists(path) and not self._goes(path)
+
+    def _goes(self, path: str) -> bool:
+        """True for a file that the stock class takes for removed, and that is there until a newer one is safe."""
+        return path in self.session.going or any(path == other for _, other in self._stock_removals)
 
     def is_protected(self, path: str) -> bool:
         """True for a path that the user named to resume from. A step chosen by auto_resume is not protected."""
@@ -408,6 +422,7 @@ class CheckpointSaver:
             self._stock_removals.append((self._trainer.global_step, path))
             return
         self._removed_names.append(name)
+        self.session.going.add(path)
         self._carry_out_unless_collecting()
 
     # -- saving -------------------------------------------------------------------------------------------------------
@@ -532,6 +547,7 @@ class CheckpointSaver:
         self._tickets.update(dict.fromkeys(names, ticket))
         self._save_numbers.update(dict.fromkeys(names, self._saves))
         self._names.update(names)
+        self.session.going.difference_update(os.path.join(self.places.dirpath, name) for name in names)
         self.session.register_save(self.places.key, ticket, self)
         if engine.pending:
             self.session.fence_before_steps()

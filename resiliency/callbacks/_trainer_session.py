@@ -68,6 +68,8 @@ class TrainerSession:
         self.users: dict[EngineKey, list[EngineUser]] = {}
         #: Names in use below each dirpath, the same on every rank: on disk, or of a save in flight.
         self.names: dict[str, set[str]] = {}
+        #: Paths whose removal was requested, and which have not been saved again since.
+        self.going: set[str] = set()
         #: Training has begun in this fit.
         self.training = False
         #: Seconds that the end of this fit has waited for saves.

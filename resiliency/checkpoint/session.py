@@ -39,6 +39,9 @@ __all__ = ["Session", "open_session"]
 
 logger = logging.getLogger(__name__)
 
+#: Times that a folder is made which another job removes meanwhile.
+_TRIES = 16
+
 
 @dataclass(frozen=True)
 class Session:
@@ -66,6 +69,22 @@ class Session:
     events: EventWriter
     client: AgentClient
     host_part: HostPart
+
+
+def _make_folder(meta: str, rank: int) -> None:
+    """Makes the folder of the run, and tries whether it can be written to.
+
+    Another job may end at this moment, and remove it with all that it has made.
+    """
+    for attempt in range(_TRIES):
+        try:
+            os.makedirs(meta, exist_ok=True)
+            _try_writing(os.path.join(meta, f".write-{rank:05d}"))
+        except (FileNotFoundError, FileExistsError):
+            if attempt == _TRIES - 1:
+                raise
+        else:
+            return
 
 
 def _try_writing(path: str) -> None:
@@ -108,9 +127,8 @@ def open_session(
     problem = unsupported = place = ""
     largest = line = 0
     try:
-        os.makedirs(meta, exist_ok=True)
+        _make_folder(meta, rank)
         place = place_of(local.directory)
-        _try_writing(os.path.join(meta, f".write-{rank:05d}"))
         restore_folders(local_tier, run)
         largest, line = largest_of_steps(local_tier, run)
         largest = max(largest, read_attempt(local.directory, run), largest_claim(local.directory, run))

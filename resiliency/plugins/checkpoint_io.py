@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 #: A disk that is full or failing: training goes on without the checkpoint.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+#: Bytes of a file name, on every file system of Linux.
+_LONGEST_NAME = 255
 _numbers = itertools.count()
 
 
@@ -256,9 +258,15 @@ class TieredIO:
 
 
 def place_of(path: str | os.PathLike[str]) -> tuple[str, str] | None:
-    """Folder and name of a path; None for an address."""
+    """Folder and name of a path; None for an address, and for a name that no file can have.
+
+    The stock class refuses such a name as it does; the step that ours would write would stay behind without a name.
+    """
     local = local_path(os.fspath(path))
-    return None if local is None else os.path.split(os.path.abspath(local))
+    if local is None:
+        return None
+    folder, name = os.path.split(os.path.abspath(local))
+    return None if len(os.fsencode(name)) > _LONGEST_NAME else (folder, name)
 
 
 def _identity(directory: str, name: str) -> Identity | None:

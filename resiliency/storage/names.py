@@ -11,9 +11,11 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 
 from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.storage.catalog import step_prefix
+from resiliency.storage.change_times import newer_than_before
 from resiliency.storage.manifest import MANIFEST, StepRecords, record_file, shard_file
 from resiliency.storage.shard_file import IDENTITY_BYTES, Identity, read_identity
 from resiliency.storage.step_id import StepId
@@ -127,7 +129,8 @@ def _give(tier: Tier, step: StepRecords, name: str) -> str:
     if step.replicated:
         if holder is not None and not holder.replicated:
             _delete_folder(tier, name)
-        tier.alias(prefix + shard_file(0), name)
+        with newer_than_before(os.path.join(tier.root, name)) if tier.is_local else nullcontext():
+            tier.alias(prefix + shard_file(0), name)
         return ""
     if holder is not None and holder.replicated:
         tier.delete(name)

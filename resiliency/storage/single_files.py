@@ -28,9 +28,11 @@ from resiliency import faultpoints
 from resiliency.errors import CorruptShard, TierError, UnsupportedFormat
 from resiliency.regular_file import open_regular
 from resiliency.storage.catalog import StepListing, scan, step_prefix
+from resiliency.storage.change_times import unlink_in_order
 from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, record_file, shard_file
 from resiliency.storage.own_record import check_identity_is_absent, read_other_shard, read_own_manifest
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
 
@@ -348,6 +350,7 @@ def remove_run_folder(folder: str, through: str) -> bool:
             return False
         if os.path.basename(path) == STEPS_DIR:
             faultpoints.hit("agent.drop.renamed")
+    _unlink_in_order(os.path.join(through, STEPS_DIR))
     with suppress(FileNotFoundError):  # a later job removes the folder too
         shutil.rmtree(through)
     faultpoints.hit("agent.drop.removed")
@@ -357,18 +360,44 @@ def remove_run_folder(folder: str, through: str) -> bool:
     return True
 
 
+def _unlink_in_order(steps: str) -> None:
+    """Unlinks the first shards of steps, which the names stay of, so that the newest file is changed last."""
+    found = sorted((step, name) for name in _listing(steps) if (step := StepId.parse(name)) is not None)
+    unlink_in_order(os.path.join(steps, name, shard_file(0)) for _, name in found)
+
+
+def _listing(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
 def _names_left(tier: LocalTier, manifest: Manifest) -> list[str]:
     """Names of the step that still point to it."""
-    shard = os.stat(tier.path(step_prefix(manifest.run, manifest.id) + shard_file(0)))
+    try:
+        shard = os.stat(tier.path(step_prefix(manifest.run, manifest.id) + shard_file(0)))
+    except FileNotFoundError:
+        shard = None  # a user who deletes all old "*.ckpt", wherever they lie, deletes one of the two links
     left = []
     for name in manifest.names:
         try:
             found = os.lstat(tier.path(name))
         except (OSError, TierError):
             continue
-        if stat.S_ISDIR(found.st_mode) or os.path.samestat(found, shard):  # the name of a sharded step is a folder
+        if stat.S_ISDIR(found.st_mode):  # a sharded step's name is a folder
+            left.append(name)
+        elif os.path.samestat(found, shard) if shard is not None else _is_the_step(tier.path(name), manifest):
             left.append(name)
     return left
+
+
+def _is_the_step(path: str, manifest: Manifest) -> bool:
+    """True when a file is the whole step, of which nothing else tells."""
+    try:
+        return _same(read_single_file(path), manifest)
+    except (CorruptShard, OSError):
+        return False
 
 
 def _has_a_file(tier: LocalTier, manifest: Manifest) -> bool:

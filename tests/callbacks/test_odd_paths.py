@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.callbacks.harness import NAMESPACES, loader, make_net, make_trainer, ours, stock
+from resiliency.callbacks.model_checkpoint import build
+from resiliency.checkpoint.checkpointer import Checkpointer
+from tests.callbacks.harness import EMBEDDED, NAMESPACES, loader, make_net, make_trainer, ours, stock
 
 
 def fit(namespace: str, who: str, folder: Path, inside: str, filename: str) -> tuple[list[str], str]:
@@ -49,3 +52,63 @@ def test_checkpoints_have_the_names_that_the_stock_class_gives(
     assert fit(namespace, "ours", tmp_path / "ours", inside, filename) == fit(
         namespace, "stock", tmp_path / "stock", inside, filename
     )
+
+
+def test_a_file_in_the_place_of_the_folder_ends_training_as_with_the_stock_class(tmp_path: Path) -> None:
+    """Nothing helps there, and a training without checkpoints would be noticed when it is over."""
+    raised = []
+    for who, made in (("stock", stock(NAMESPACES[0])), ("ours", build(NAMESPACES[0]))):
+        (tmp_path / who).write_text("of the user")
+        with pytest.raises(OSError) as error:
+            make_trainer(NAMESPACES[0], [made(dirpath=tmp_path / who)], root=tmp_path / "root").fit(
+                make_net(NAMESPACES[0]), loader()
+            )
+        raised.append((type(error.value), error.value.errno, str(error.value.filename).replace(who, "")))
+    assert raised[0] == raised[1]
+
+
+def test_a_file_that_somebody_puts_there_during_the_fit_stays(tmp_path: Path) -> None:
+    """Two trainings save to one folder under the same names: the later one gets numbers, as with the stock class."""
+    left = []
+    for made in (stock(NAMESPACES[0]), partial(ours, NAMESPACES[0])):
+        folder = tmp_path / f"{len(left)}"
+        net = make_net(NAMESPACES[0])
+
+        def another_job(folder: Path = folder, net: Any = net) -> None:
+            folder.mkdir(exist_ok=True)
+            (folder / f"{net.current_epoch}.ckpt").write_text("of another job")
+
+        net.on_train_epoch_start = another_job
+        callback = made(dirpath=folder, filename="{epoch}", auto_insert_metric_name=False, save_top_k=-1)
+        make_trainer(NAMESPACES[0], [callback], root=tmp_path / "root", max_epochs=3).fit(net, loader())
+        left.append(sorted(os.listdir(folder)))
+        assert (folder / "2.ckpt").read_text() == "of another job"
+    assert left[0] == left[1] == [f"{epoch}{version}.ckpt" for epoch in range(3) for version in ("-v1", "")]
+
+
+def test_a_name_that_is_saved_and_removed_in_turns_gets_no_number(tmp_path: Path) -> None:
+    """A removed file is there until a newer save is safe; the stock class has deleted it at once."""
+    left = []
+    for made in (stock(NAMESPACES[0]), partial(ours, NAMESPACES[0])):
+        folder = tmp_path / f"{len(left)}"
+        net = make_net(NAMESPACES[0])
+        net.on_train_batch_end = lambda *_, net=net: net.log("turn", float(net.trainer.global_step % 2))
+        callback = made(dirpath=folder, filename="{turn}", monitor="turn", every_n_train_steps=1)
+        saved: list[str] = []
+        net.on_before_zero_grad = lambda *_, callback=callback, saved=saved: saved.append(
+            os.path.basename(callback.best_model_path)
+        )
+        make_trainer(NAMESPACES[0], [callback], root=tmp_path / "root").fit(net, loader())
+        left.append((sorted(os.listdir(folder)), saved))
+    assert left[0] == left[1]
+
+
+def test_a_name_that_the_user_has_deleted_after_a_crash_is_free(tmp_path: Path) -> None:
+    """The step of a killed job is still in the hidden folder; the stock class sees only what has gone."""
+    with Checkpointer(tmp_path, options=EMBEDDED) as crashed:
+        crashed.save(1, {"x": torch.zeros(1)}, names=["last.ckpt", "step=1.ckpt"]).wait()
+    (tmp_path / "last.ckpt").unlink()
+    callback = ours(NAMESPACES[0], tmp_path, save_last=True, every_n_train_steps=3, filename="{step}")
+    make_trainer(NAMESPACES[0], [callback], root=tmp_path / "root").fit(make_net(NAMESPACES[0]), loader())
+    assert os.path.basename(callback.last_model_path) == "last.ckpt"
+    assert torch.load(tmp_path / "last.ckpt", weights_only=False)["global_step"] == 12

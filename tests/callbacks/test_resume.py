@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from resiliency.errors import NoCheckpointFound
+from resiliency.plugins.checkpoint_io import build as build_io
 from tests.callbacks.harness import (
     NAMESPACES,
     content,
@@ -103,6 +104,17 @@ def test_workers_that_draw_random_numbers_are_exact_when_batches_are_read_again(
     trained(tmp_path / "run", 8)  # two batches into the second epoch
     found = differences(expected, trained(tmp_path / "run", 12))
     assert (found == []) == (exact_resume == "reread")
+
+
+def test_what_a_plugin_has_saved_is_said_to_lack_what_a_rank_has_for_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin = build_io(PL)()
+    make_trainer(PL, [stock(PL)(tmp_path)], root=tmp_path, max_epochs=1, plugins=[plugin]).fit(make_net(PL), loader())
+    callback = ours(PL, tmp_path, auto_resume=True)
+    make_trainer(PL, [callback], root=tmp_path, max_epochs=2).fit(make_net(PL), loader())
+    said = [record.getMessage() for record in caplog.records if "start anew on this rank" in record.getMessage()]
+    assert len(said) == 1 and "nothing of this rank alone" in said[0]
 
 
 def test_nothing_is_resumed_when_told_so(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 import tempfile
 import threading
 import time
@@ -252,6 +253,24 @@ def test_several_ranks_without_a_process_group(tmp_path: Path) -> None:
 def test_a_path_object_and_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Checkpointer(pathlib.Path("~/c"), run=RUN, rank=0, world_size=1).directory == str(tmp_path / "c")
+
+
+def test_a_job_may_begin_in_the_moment_in_which_another_tidies_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the other removes the folder that was there a moment before; the job had no checkpoints then."""
+    real, looks = session._try_writing, []
+
+    def removed_before(path: str) -> None:
+        looks.append(path)
+        if len(looks) == 1:
+            shutil.rmtree(tmp_path)
+        real(path)
+
+    monkeypatch.setattr(session, "_try_writing", removed_before)
+    with make_checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, make_state(1))
+    assert len(looks) == 2 and os.listdir(tmp_path) != []
 
 
 @pytest.mark.parametrize("agent", ["embedded", "process"])

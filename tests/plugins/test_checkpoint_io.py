@@ -10,6 +10,7 @@ import inspect
 import logging
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import threading
@@ -30,6 +31,7 @@ from resiliency.inspection.by_path import load_path, locate
 from resiliency.plugins import _lightning, checkpoint_io
 from resiliency.plugins.checkpoint_io import build
 from resiliency.storage.catalog import scan
+from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import flip_bits
 
@@ -375,6 +377,27 @@ def test_an_object_that_cannot_be_stored_raises_as_stock(io: Any, tmp_path: Path
     with pytest.raises(type(expected.value)):
         io.save_checkpoint(state, tmp_path / "ours.ckpt")
     assert files(tmp_path) == []
+
+
+def test_a_name_that_no_file_can_have_raises_as_stock_and_leaves_nothing(io: Any, tmp_path: Path) -> None:
+    for name in ("x" * 252 + ".ckpt", "ü" * 126 + ".ckpt"):
+        with pytest.raises(OSError, match="File name too long"):
+            io.save_checkpoint({"global_step": 1, "x": torch.zeros(2)}, tmp_path / name)
+    io.teardown()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_is_gone_before_the_teardown_is_no_news(
+    io: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A save into a temporary folder, which the script has removed when the process ends."""
+    folder = tmp_path / "temporary"
+    io.save_checkpoint({"global_step": 1, "x": torch.zeros(2)}, folder / "x.ckpt")
+    assert io._take(str(folder)).engine.flush(Stage.DURABLE)
+    shutil.rmtree(folder)
+    with caplog.at_level(logging.WARNING):
+        io.teardown()
+    assert caplog.records == [] and os.listdir(tmp_path) == []
 
 
 def test_a_full_disk_costs_no_other_checkpoint(

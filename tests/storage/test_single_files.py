@@ -70,6 +70,18 @@ def test_an_older_step_whose_file_was_deleted_is_gone_afterwards(tmp_path: Path)
     assert restore_folders(LocalTier(tmp_path), RUN) == 1
 
 
+def test_a_step_whose_other_link_was_deleted_is_still_its_file(tmp_path: Path) -> None:
+    """A script that deletes all old "*.ckpt" below the folder, hidden or not, deletes one of the two."""
+    save_steps(tmp_path, 1, 2, 3)
+    for step in (1, 2):
+        (step_dir(tmp_path, RUN, step) / "shard-00000.ckpt").unlink()
+    (tmp_path / "step=1.ckpt").unlink()
+    shutil.copy(tmp_path / "step=3.ckpt", tmp_path / "step=1.ckpt")  # not this step
+    assert drop_folders(LocalTier(tmp_path), RUN) == ""
+    assert sorted(os.listdir(tmp_path)) == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
+    assert restore_folders(LocalTier(tmp_path), RUN) == 2
+
+
 def test_several_processes_may_bring_it_back_at_once(tmp_path: Path) -> None:
     save_steps(tmp_path, *range(1, 9))
     before = picture(tmp_path)
