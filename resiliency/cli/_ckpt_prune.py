@@ -120,7 +120,8 @@ def _delete(
 
     deleted, freed = [], 0
     for deletion in plan.deletions:
-        # A job may have started since. The step it resumes from is never in the plan, but it may delete steps itself.
+        # A job may have started since the last check. The step it resumes from is never in the plan, but it may delete
+        # steps itself.
         _refuse_if_in_use(target, run, hosts, assume_ended)
         names = delete(target.tier, run, deletion)
         freed += deletion.nbytes

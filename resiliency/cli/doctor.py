@@ -1,4 +1,4 @@
-"""``resiliency doctor``: what of this library would work on this host, in one table with what to do."""
+"""``resiliency doctor``: checks what of this library would work on this host, and prints a table with what to do."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def doctor(
     host = examine_host(all_variables())
     findings = [
         *judge_host(host),
-        # Like dirpath= it may be an address, which is a slower tier.
+        # Like dirpath=, --dir may be the address of an object store, which is checked as a slower tier.
         *([judge_remote(examine_remote(directory))] if folder is None else ()),
         *(judge_folder(examine_folder(folder), host, state_bytes=state_bytes) if folder is not None else ()),
         *judge_ramdisk(examine_folder(ramdisk), host, state_bytes=state_bytes),
@@ -84,7 +84,7 @@ def parse_size(text: str) -> int:
     """Bytes of ``10GiB``, ``512M``, ``1073741824``; units are powers of 1024.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: ``text`` has another form.
     """
     number = text.strip().rstrip("iBb")
     unit = number[-1:].upper() if number[-1:].isalpha() else ""

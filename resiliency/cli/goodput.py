@@ -75,7 +75,7 @@ TensorBoardOption = Annotated[
 
 T = TypeVar("T")
 
-#: As of the other commands: wrong arguments, or a path where there is no log.
+#: Exit status for wrong arguments or a path without a log, as of the other commands.
 _WRONG = 2
 _NOTHING_LEFT = "--since, --until and --exclude leave nothing of the run"
 
@@ -86,17 +86,18 @@ def _fail(message: str) -> NoReturn:
 
 
 def _console() -> Console:
-    """Standard output; 120 columns wide when it is no terminal, so that a report in a file is not narrowed."""
+    """Standard output; 120 columns wide when it is not a terminal, so that a report in a file is not narrowed."""
     from rich.console import Console
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a locale without our bars is no reason to show nothing
+        sys.stdout.reconfigure(errors="replace")  # in a locale without our bars, show "?" instead of failing
     width = None if sys.stdout.isatty() else 120
     return Console(file=sys.stdout, highlight=False, markup=False, emoji=False, width=width)
 
 
 def _windows(since: str | None, until: str, exclude: list[str] | None) -> tuple[Windows, float | None]:
-    """The part of the time that is looked at, and up to when the time counts that has no event (None: no longer)."""
+    """The part of a run's time to account for, and the moment (UTC seconds) up to which time after the last event
+    counts; None: that time does not count."""
     from resiliency.goodput.windows import Windows, parse_moment, parse_span
 
     counted, last = None, None
@@ -120,7 +121,7 @@ def _windows(since: str | None, until: str, exclude: list[str] | None) -> tuple[
 
 
 def _or_fail(call: Callable[..., T], *arguments: Any) -> T:
-    """What the call returns; its refusal in one line."""
+    """Returns what ``call`` returns; ends the command with one line when it raises a ResiliencyError."""
     from resiliency.errors import ResiliencyError
 
     try:
@@ -146,7 +147,11 @@ def _ledgers(
     windows: Windows | None = None,
     reference: float | None = None,
 ) -> list[Ledger]:
-    """Raises ConfigError where ``windows`` do not fit the run."""
+    """The accounts of the chosen runs, ordered by name; ends the command when there is none.
+
+    Raises:
+        ConfigError: ``windows`` do not fit a run.
+    """
     from resiliency.goodput.ledger import account
     from resiliency.goodput.windows import ALL_TIME
     from resiliency.telemetry.supervised import join_supervisors
@@ -175,7 +180,8 @@ def _ledgers(
 def _up_to_now(
     reader: LogReader, run: str | None, capacity: int | None, gpus: int, windows: Windows, reference: float | None
 ) -> list[Ledger]:
-    """The same of jobs that may run: the time since their last event counts, too."""
+    """Like :func:`_ledgers`, for jobs that may still run: when one of them has no end in the log, the time from the
+    last event to now counts, too."""
     ledgers = _ledgers(reader, run, None, capacity, gpus, windows, reference)
     if any(ledger.timings and ledger.timings[-1].outcome == "open" for ledger in ledgers):
         now = max(time.time(), *(ledger.end for ledger in ledgers))  # a host's clock may be ahead of ours
@@ -259,7 +265,8 @@ def report(
 
 
 class _Gauges:
-    """Writes what is wanted of ``--prometheus`` and ``--tensorboard``; fails with one line. A context manager."""
+    """Writes the gauges that ``--prometheus`` and ``--tensorboard`` ask for; ends the command with one line when that
+    fails. A context manager, which closes TensorBoard's files."""
 
     def __init__(self, prometheus: Path | None, tensorboard: Path | None) -> None:
         self._prometheus, self._tensorboard = prometheus, tensorboard
@@ -283,7 +290,7 @@ class _Gauges:
             if self._tensorboard is not None:
                 where = self._tensorboard
                 for summary in summaries:
-                    name = str(summary["run"]).replace("/", "_").lstrip(".") or "_"  # a log may hold any name
+                    name = str(summary["run"]).replace("/", "_").lstrip(".") or "_"  # a log may hold any run name
                     if name not in self._files:
                         self._files[name] = ScalarFile(str(self._tensorboard / name))
                     write_tensorboard(self._files[name], summary)
@@ -385,7 +392,7 @@ def watch(
     with (
         _Gauges(prometheus, tensorboard) as gauges,
         Live(console=_console(), auto_refresh=False, vertical_overflow="crop") as live,
-        contextlib.suppress(KeyboardInterrupt),  # how it is ended, wherever it is
+        contextlib.suppress(KeyboardInterrupt),  # Ctrl-C is the usual end of a watch
     ):
         looked = 0
         while True:
@@ -403,7 +410,7 @@ def watch(
             else:
                 try:
                     ledgers = _up_to_now(reader, run, capacity, gpus_per_rank, windows, reference_step_time)
-                except ResiliencyError as error:  # a part that this run may have later
+                except ResiliencyError as error:  # the options may fit the run later
                     live.update(f"waiting: {error}", refresh=True)
                     ledgers = []
                 if ledgers and _leave_nothing(windows, ledgers):

@@ -1,4 +1,4 @@
-"""``resiliency host-monitor``: the process of each host that a supervisor speaks to."""
+"""``resiliency host-monitor``: runs the host monitor, the process on each host that talks to the supervisor."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def main(words: Sequence[str]) -> int:
     """Runs until SIGTERM or Ctrl-C.
 
     Args:
-        words: of the command line, behind ``host-monitor``.
+        words: the words of the command line after ``host-monitor``.
 
     Returns:
-        Exit status: 0 it was told to end, or all workloads have ended; 2 wrong arguments, or another monitor runs.
+        The exit status: 0 after a signal, or when all workloads have ended (``--exit-when-completed``); 2 for wrong
+        arguments, a missing aiohttp, or when another monitor runs.
     """
     parser = _parser()
     args = parser.parse_args(list(words))
@@ -65,7 +66,7 @@ async def _run(args: argparse.Namespace, script: Sequence[str]) -> int:
         plain_http=args.insecure_plain_http,
     )
     if args.token_file:
-        connection.token()  # a wrong file is said now
+        connection.token()  # reports a wrong file now, not at the first connection
     settings = MonitorSettings(
         host=host,
         command=launcher_command(
@@ -167,6 +168,6 @@ def _parser() -> argparse.ArgumentParser:
         "--exit-when-completed", action="store_true", help="end when all workloads of the supervisor have ended"
     )
     parser.add_argument("--verbose", action="store_true")
-    parser.add_argument("--cable", default="", help=argparse.SUPPRESS)  # of a host that resiliency run has made
+    parser.add_argument("--cable", default="", help=argparse.SUPPRESS)  # only resiliency run passes it
     parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

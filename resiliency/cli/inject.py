@@ -1,4 +1,4 @@
-"""``resiliency inject``: faults for a job that runs on this host, to see that it gets over them."""
+"""``resiliency inject``: puts faults into a job on this host, to test that the job recovers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ __all__ = ["main"]
 
 
 def main(words: Sequence[str]) -> int:
-    """Puts a fault in, once or again and again.
+    """Puts in a fault, once or repeatedly. Blocks until the last one is done.
 
     Args:
-        words: of the command line, behind ``inject``.
+        words: the words of the command line after ``inject``.
 
     Returns:
-        Exit status: 0 it was put in; 1 it could not be; 2 wrong arguments.
+        The exit status: 0 when the last fault was put in, 1 when it could not be, 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: with 2, for wrong arguments.
     """
     from resiliency.supervisor.inject import Injector, Target, moments
 

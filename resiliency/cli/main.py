@@ -12,8 +12,8 @@ from resiliency.cli._output import whole_output
 
 __all__ = ["SUBCOMMANDS", "main"]
 
-#: Subcommand -> (module, one line of help). The module holds a Typer ``app``, or ``main(words)`` if another parser has
-#: the words.
+#: Subcommand -> (module, one line of help). The module has a Typer ``app``, or a ``main(words)`` that parses the words
+#: itself.
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "ckpt": ("resiliency.cli.ckpt", "list, verify and convert checkpoints"),
     "run": ("resiliency.cli.run", "start a job as torchrun does, and soon again when a rank dies"),
@@ -48,17 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words after the program's name; ``sys.argv[1:]`` when None.
 
     Returns:
-        The exit status: 0 success, 1 failure, 2 bad arguments.
+        The exit status of the subcommand (0 success, 1 failure, 2 bad arguments, others as its documentation says); 2
+        without one.
 
     Raises:
-        SystemExit: as argparse and Typer do after ``--help``, ``--version`` or bad arguments.
+        SystemExit: with the exit status, after ``--help``, ``--version`` or bad arguments, and by a Typer app always.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if not words:
         parser.print_help()
         return 2
-    # Only the first word is parsed here: "resiliency ckpt --help" is the subcommand's.
+    # Only the first word is parsed here: the subcommand answers "resiliency ckpt --help".
     command: str = parser.parse_args(words[:1]).command
     module = importlib.import_module(SUBCOMMANDS[command][0])
     if hasattr(module, "main"):

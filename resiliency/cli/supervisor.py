@@ -1,4 +1,4 @@
-"""``resiliency supervisor``: runs the supervisor, and asks the one that runs."""
+"""``resiliency supervisor``: runs the supervisor, and has the commands for a running one."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ KeyOption = Annotated[str, typer.Option("--key", help="Its key.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ReasonOption = Annotated[str, typer.Option("--reason", help="Why, for the history.")]
 _LOCAL = "http://127.0.0.1:7600"
-#: Files beside connections.
+#: Open files that the process needs besides its connections.
 _OTHER_FILES = 256
-#: Exit status of ``run --until-ended`` when a workload was given up, as of ``resiliency run``.
+#: Exit status of ``run --until-ended`` when a workload was stopped, the same as that of ``resiliency run``.
 _STOPPED = 3
-#: By state.
+#: Colour of each state.
 _COLORS = {
     "ready": "green",
     "running": "green",
@@ -125,7 +125,8 @@ def _settings(file: str, *, listen: str | None, dry_run: bool, insecure: bool) -
 
 
 def _run(settings: SupervisorSettings, file: str, *, until_ended: bool, begin_again: bool, address_file: str) -> bool:
-    """False: it has ended with the workloads, and one of them was stopped."""
+    """Runs the supervisor until a signal or, with ``until_ended``, until all workloads have ended. Returns False when
+    one of these was stopped, else True."""
     import asyncio
     import os
     import signal
@@ -167,7 +168,8 @@ def _run(settings: SupervisorSettings, file: str, *, until_ended: bool, begin_ag
 
 
 def _allow_connections(most: int, *, hosts: int) -> None:
-    """Each takes an open file, of which a shell allows 1,024."""
+    """Raises this process's limit of open files, because each connection takes one and a shell usually allows 1,024.
+    Logs a warning when the limit stays low for so many ``hosts``."""
     import logging
     import resource
 
