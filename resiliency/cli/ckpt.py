@@ -88,7 +88,7 @@ def inspect(
     path: PathArgument,
     run: RunOption = None,
     tensors: Annotated[
-        bool, typer.Option("--tensors", help=f"List all tensors, not the {_TENSORS_SHOWN} largest.")
+        bool, typer.Option("--tensors", help=f"List all tensors instead of the {_TENSORS_SHOWN} largest.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -229,16 +229,17 @@ def export(
     ] = None,
     run: RunOption = None,
     key: Annotated[
-        str, typer.Option("--key", help="Entry of the state that holds the weights (safetensors).")
+        str, typer.Option("--key", help="Entry of the state whose tensors are written (safetensors).")
     ] = "state_dict",
     allow_pickle: Annotated[
         bool,
         typer.Option(
             "--allow-pickle",
-            help="Load objects of your own classes (sharded steps only). It can run code: trusted files only.",
+            help="Unpickle objects of your own classes (sharded steps only). This can run code from the checkpoint: use"
+            " it only for files that you trust.",
         ),
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT when it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a step as a stock torch/Lightning .ckpt, or its weights as .safetensors."""

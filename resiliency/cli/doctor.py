@@ -34,16 +34,23 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 @app.callback(invoke_without_command=True)
 def doctor(
     directory: Annotated[
-        str, typer.Option("--dir", help="Folder that checkpoints are to be written to.", show_default="this folder")
+        str,
+        typer.Option("--dir", help="Folder or URL to write checkpoints to.", show_default="this folder"),
     ] = ".",
     ramdisk: Annotated[str, typer.Option("--ramdisk", help="Folder for a local tier in memory.")] = "/dev/shm",
     remote: Annotated[
-        list[str] | None, typer.Option("--remote", help="Slower tier to try with a small object, as gs://bucket/job.")
+        list[str] | None,
+        typer.Option(
+            "--remote", help="Slower tier to try with a small object, for example gs://bucket/job; repeatable."
+        ),
     ] = None,
     state: Annotated[
-        str, typer.Option("--state", help="Size of the state of this host's ranks, as 10GiB.", show_default="unknown")
+        str,
+        typer.Option(
+            "--state", help="Sum of what the ranks of this host save, for example 10GiB.", show_default="unknown"
+        ),
     ] = "0",
-    port: Annotated[int, typer.Option("--port", help="Where ranks meet.", min=1, max=65535)] = 29500,
+    port: Annotated[int, typer.Option("--port", help="Port at which the ranks meet.", min=1, max=65535)] = 29500,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Says what would work on this host, and what to do where it would not.

@@ -32,7 +32,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-LogOption = Annotated[list[Path] | None, typer.Option("--log", help="Checkpoint folder, events folder or log file.")]
+LogOption = Annotated[
+    list[Path] | None, typer.Option("--log", help="Checkpoint folder, events folder or log file; repeatable.")
+]
 MoreLogs = Annotated[
     list[Path] | None,
     typer.Argument(help="More checkpoint folders, events folders or log files.", metavar="[DIR|FILE]..."),
@@ -44,32 +46,40 @@ ReferenceOption = Annotated[
         "--reference-step-time",
         min=0.0,
         max=1e9,  # also refuses inf, which JSON cannot hold
-        help="Seconds a step should take: what takes longer is slowdown; also for the older figure.",
+        help="Seconds a step should take: all time beyond it is slowdown. Also used for the older library's figure.",
     ),
 ]
-CapacityOption = Annotated[int | None, typer.Option("--capacity", min=1, help="Ranks the whole job has.")]
+CapacityOption = Annotated[int | None, typer.Option("--capacity", min=1, help="Ranks that the whole job should have.")]
 GpusOption = Annotated[int, typer.Option("--gpus-per-rank", min=1, help="GPUs each rank (or logging host) stands for.")]
 UntilOption = Annotated[
-    str, typer.Option("--until", help="End of the account: last (event), now, an ISO time, or an offset.")
+    str,
+    typer.Option(
+        "--until", help="End of the account: last (the last event), now, an ISO time, or an offset as of --since."
+    ),
 ]
 SinceOption = Annotated[
     str | None,
     typer.Option(
         "--since",
-        help="Start of the account: an ISO time, or an offset from the start (90s, 1h30m; -2h: from the end).",
+        help="Start of the account: an ISO time, or an offset from the run's start (90s, 1h30m) or back from its end"
+        " (-2h).",
     ),
 ]
 ExcludeOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--exclude", metavar="A..B", help="Leave this stretch out; times or offsets, as of --since; repeatable."
+        "--exclude", metavar="A..B", help="Leave out the time from A to B (times or offsets as of --since); repeatable."
     ),
 ]
 PrometheusOption = Annotated[
-    Path | None, typer.Option("--prometheus", help="Also write gauges here, *.prom for the textfile collector.")
+    Path | None,
+    typer.Option(
+        "--prometheus", help="Also write gauges to this file, a *.prom for node_exporter's textfile collector."
+    ),
 ]
 TensorBoardOption = Annotated[
-    Path | None, typer.Option("--tensorboard", help="Also add scalars to TensorBoard's folder (one per run below it).")
+    Path | None,
+    typer.Option("--tensorboard", help="Also write TensorBoard scalars below this folder, in one folder for each run."),
 ]
 
 
@@ -232,7 +242,9 @@ def report(
     more: MoreLogs = None,
     log: LogOption = None,
     run: RunOption = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write one self-contained page here.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Also write one self-contained HTML page to this file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
     reference_step_time: ReferenceOption = None,
     since: SinceOption = None,
@@ -322,8 +334,12 @@ def _json(content: dict[str, Any]) -> str:
 def compare(
     a: Annotated[Path, typer.Argument(help="Log of the first run.")],
     b: Annotated[Path, typer.Argument(help="Log of the second run.")],
-    run_a: Annotated[str | None, typer.Option("--run-a", help="Which run in A.")] = None,
-    run_b: Annotated[str | None, typer.Option("--run-b", help="Which run in B.")] = None,
+    run_a: Annotated[
+        str | None, typer.Option("--run-a", help="The run to compare from A; needed when A has several.")
+    ] = None,
+    run_b: Annotated[
+        str | None, typer.Option("--run-b", help="The run to compare from B; needed when B has several.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
     reference_step_time: ReferenceOption = None,
     since: SinceOption = None,
@@ -373,7 +389,7 @@ def watch(
     prometheus: PrometheusOption = None,
     tensorboard: TensorBoardOption = None,
 ) -> None:
-    """Show the account of a running job and refresh it. With --since -1h it is that of the last hour."""
+    """Show the account of a running job and refresh it; with --since -1h, of the last hour only."""
     from rich.console import Group
     from rich.live import Live
 
@@ -427,7 +443,7 @@ def watch(
 
 @app.command()
 def dashboard() -> None:
-    """Print a Grafana dashboard for the gauges of --prometheus, to be imported there."""
+    """Print a Grafana dashboard for the gauges of --prometheus, as JSON to import in Grafana."""
     from resiliency.goodput.gauges import dashboard as text
 
     typer.echo(text(), nl=False)

@@ -35,7 +35,7 @@ def heartbeat(
 ) -> None:
     """Shows what the ranks of this host are doing: phase, step, attempt, and for how long they have been quiet.
 
-    Reads shared memory: it needs nothing of the ranks, not even that they run. Exit status: 0 there are heartbeats, 1
+    Reads files in shared memory, so it works even when ranks hang or have ended. Exit status: 0 there are heartbeats, 1
     there are none, 2 wrong arguments.
     """
     folder = directory or environment().heartbeat_dir

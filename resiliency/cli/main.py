@@ -16,13 +16,13 @@ __all__ = ["SUBCOMMANDS", "main"]
 #: itself.
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "ckpt": ("resiliency.cli.ckpt", "list, verify and convert checkpoints"),
-    "run": ("resiliency.cli.run", "start a job as torchrun does, and soon again when a rank dies"),
-    "supervisor": ("resiliency.cli.supervisor", "keep training jobs alive on many hosts, and ask how they are"),
-    "heartbeat": ("resiliency.cli.heartbeat", "show what the ranks of this host are doing, whatever they do"),
+    "run": ("resiliency.cli.run", "start a job as torchrun does, and restart it quickly when a rank dies"),
+    "supervisor": ("resiliency.cli.supervisor", "keep training jobs alive on many hosts, and show how they are"),
+    "heartbeat": ("resiliency.cli.heartbeat", "show what the ranks of this host are doing, even when they hang"),
     "goodput": ("resiliency.cli.goodput", "say where the time of a run went"),
-    "host-monitor": ("resiliency.cli.host_monitor", "keep the launcher of this host, as a supervisor wants it"),
-    "inject": ("resiliency.cli.inject", "put a fault into a job that runs on this host, to see that it gets over it"),
-    "doctor": ("resiliency.cli.doctor", "say what would work on this host, and what to do where it would not"),
+    "host-monitor": ("resiliency.cli.host_monitor", "run the launcher of this host as a supervisor orders"),
+    "inject": ("resiliency.cli.inject", "put a fault into a job on this host, to test that it recovers"),
+    "doctor": ("resiliency.cli.doctor", "check what would work on this host, and say what to do about the rest"),
 }
 
 
