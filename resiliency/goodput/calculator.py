@@ -104,7 +104,7 @@ class GoodputCalculator:
 
         Raises:
             FileNotFoundError: ``local_log_path`` does not exist.
-            ConfigError: Cloud Logging was asked but cannot be used.
+            ConfigError: there is no ``local_log_path``, and Cloud Logging cannot be used.
         """
         events = self._from_files() if self.local_log_path else self._from_cloud()
         events.sort(key=_order)

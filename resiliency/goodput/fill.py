@@ -98,7 +98,7 @@ class LaneFiller:
         return part
 
     def _start(self, segment: Segment, train: float) -> None:
-        """From the start of the attempt to the first batch."""
+        """Fills the time from the start of the attempt to the first batch."""
         lane = self.lane
         imported = None
         if segment.process is not None and segment.callback is not None and segment.imports_s is not None:
@@ -138,7 +138,7 @@ class LaneFiller:
         return True
 
     def _tail(self, pieces: Sequence[Segment]) -> None:
-        """From the end of the last step to the start of the next attempt."""
+        """Fills the time from the end of the last step to the start of the next attempt."""
         lane, timing = self.lane, self.timing
         stop = us(timing.window[1])
         if timing.outcome in ("finished", "planned"):

@@ -225,7 +225,7 @@ def stragglers(lanes: Mapping[int, StepStats]) -> Stragglers:
 
 
 def _compare(rows: list[_WindowRow], found: Stragglers, plain: dict[int, list[float]]) -> None:
-    """One window: who was slowest, and what each lane waited for it."""
+    """Adds one window to ``found``: which lane was slowest, and how long each lane waited for it."""
     steps = [row.step for row in rows]
     synchronous = max(steps) - min(steps) <= SYNCHRONOUS_SHARE * max(steps)
     floor = min(row.compute for row in rows)

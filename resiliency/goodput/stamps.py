@@ -156,7 +156,7 @@ def _number(member: tuple[int, Segment]) -> int:
 
 
 def _boots(run: RunFacts) -> dict[tuple[str, str], list[Segment]]:
-    """By (host, boot), the processes with the most clock readings, at most MOST_WITNESSES."""
+    """By (host, boot), at most MOST_WITNESSES processes: those whose clocks most events speak for."""
     boots: dict[tuple[str, str], list[Segment]] = {}
     for segment in sorted(run.segments, key=lambda one: -one.heard):
         if segment.boot and len(known := boots.setdefault((segment.host, segment.boot), [])) < MOST_WITNESSES:

@@ -231,7 +231,7 @@ def _began(segment: Segment, offsets: Offsets) -> float:
 
 
 def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: Offsets) -> None:
-    """How the attempt ended, and when that was noticed."""
+    """Sets how the attempt ended, when that was noticed, and when ranks were started again."""
     segments = list(timing.attempt.segments)
     begin, end = timing.window
     patience = max(5.0, 3 * (timing.usual_step_s or 0.0))
