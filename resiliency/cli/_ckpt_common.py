@@ -43,7 +43,8 @@ def fail(message: str, status: int) -> NoReturn:
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """Prints expected errors in one line; exit status 2 for a wrong path, 1 for all others."""
+    """Turns an expected error into one line on standard error and an exit status: 2 for a wrong path or argument, 1 for
+    all others, 130 after Ctrl-C."""
     from resiliency.errors import ConfigError, NoCheckpointFound, ResiliencyError
 
     try:
@@ -66,7 +67,7 @@ def console(*, err: bool = False) -> Console:
 
 @contextmanager
 def open_targets(paths: list[str]) -> Iterator[list[Target]]:
-    """Resolves the paths; closes connections to object stores at the end."""
+    """Resolves the paths to targets; closes connections to object stores at the end."""
     from resiliency.inspection.survey import close_tier, find
 
     with errors():

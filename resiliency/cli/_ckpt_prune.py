@@ -20,17 +20,22 @@ __all__ = ["prune"]
 def prune(
     path: Annotated[str, typer.Argument(metavar="DIR", help="Checkpoint folder, or the URL of one.")],
     keep: Annotated[
-        int | None, typer.Option("--keep", min=1, help="Keep this many of the newest steps, named or not.")
+        int | None,
+        typer.Option("--keep", min=1, help="Keep this many of the newest committed steps, with or without a name."),
     ] = None,
     unfinished: Annotated[
-        bool, typer.Option("--unfinished", help="Delete steps not committed and older than the newest committed one.")
+        bool,
+        typer.Option("--unfinished", help="Delete uncommitted steps that are older than the newest committed step."),
     ] = False,
-    run: Annotated[str | None, typer.Option("--run", help="Which run; needed when there are several.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    run: Annotated[str | None, typer.Option("--run", help="The run to prune; needed when there are several.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete without asking.")] = False,
     assume_ended: Annotated[
         bool,
-        typer.Option("--assume-ended", help="You know that no other host uses the folder (for a URL: no host at all)."),
+        typer.Option(
+            "--assume-ended",
+            help="Say that no other host uses the folder (of a URL: no host at all), which this host cannot check.",
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -120,7 +125,8 @@ def _delete(
 
     deleted, freed = [], 0
     for deletion in plan.deletions:
-        # A job may have started since. The step it resumes from is never in the plan, but it may delete steps itself.
+        # A job may have started since the last check. The step it resumes from is never in the plan, but it may delete
+        # steps itself.
         _refuse_if_in_use(target, run, hosts, assume_ended)
         names = delete(target.tier, run, deletion)
         freed += deletion.nbytes

@@ -107,7 +107,7 @@ def _table(*columns: tuple[str, Mapping[str, Any]]) -> Table:
 def print_ls(
     console: Console, tiers: Sequence[LabeledTier], runs: Mapping[str, Sequence[StepView]], *, now: float
 ) -> None:
-    """One table for each run, oldest step first."""
+    """Prints one table for each run, the oldest step first."""
     for labeled in tiers:
         console.print(f"[bold]{labeled.label}[/] {escape(labeled.tier.root)}", soft_wrap=True)
     for run, views in runs.items():
@@ -154,7 +154,11 @@ def print_inspection(
     *,
     limit: int | None,
 ) -> None:
-    """Facts of the manifest, shards, tensors, Python objects."""
+    """Prints a step's facts, shards, tensors and the top of its state tree.
+
+    Args:
+        limit: at most this many tensors; None: all, including those that belong to single ranks.
+    """
     _print_facts(console, view)
     if view.manifest is not None:
         console.print()
@@ -335,7 +339,7 @@ def plan_json(plan: PrunePlan) -> dict[str, Any]:
 
 
 def print_plan(console: Console, run: str, plan: PrunePlan) -> None:
-    """Steps to delete, steps that stay and why, and the newest step."""
+    """Prints the steps to delete, the steps that stay and why, and the newest step."""
     table = _table(
         ("step", {"justify": "right", "no_wrap": True}),
         ("att", {"justify": "right", "no_wrap": True}),

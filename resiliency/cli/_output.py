@@ -1,4 +1,4 @@
-"""What a command prints arrives whole, or its exit status says that it has not."""
+"""Makes a command exit with status 1 when its output could not be written whole."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 @contextmanager
 def whole_output() -> Iterator[None]:
-    """For a command that prints.
+    """A context for a command that prints.
 
-    Under PYTHONUNBUFFERED, as containers set it, Python writes a text with one system call and drops what that did not
-    take: of a disk with 8 KiB left a JSON document got 8 KiB, and the status was 0.
+    It replaces unbuffered output. Under PYTHONUNBUFFERED, which containers often set, Python writes a text with one
+    system call and drops what that did not take: on a disk with 8 KiB left, 8 KiB of a JSON document were written, and
+    the exit status was 0.
 
     Raises:
-        SystemExit: with 1, after a sentence on standard error, when the output cannot be written; without one, when
-            nobody reads it any more.
+        SystemExit: with status 1. When the output cannot be written, a sentence goes to standard error first; when the
+            reader has closed the pipe, none does.
     """
     before = sys.stdout
     if isinstance(getattr(before, "buffer", None), io.RawIOBase):
         fd = os.dup(before.fileno())
         sys.stdout = open(fd, "w", encoding=before.encoding, errors=before.errors, buffering=1)
-    output = sys.stdout  # Typer puts another in its place, which hides that nobody reads, when it has seen that
+    output = sys.stdout  # kept, because Typer replaces sys.stdout once it has seen a closed pipe
     try:
         try:
             yield
@@ -39,7 +40,7 @@ def whole_output() -> Iterator[None]:
             output.flush()
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _has_no_reader(output):
-            _drop(output)  # as after ``| head``: nobody is there who would read a sentence about it
+            _drop(output)  # as after ``| head``: the user has closed the pipe, which needs no message
             raise SystemExit(1) from None
         if error.errno not in _FULL or error.filename is not None:
             raise
@@ -53,14 +54,16 @@ def whole_output() -> Iterator[None]:
 
 
 def _has_no_reader(output: TextIO) -> bool:
-    """The other end of the pipe is closed; a connection of the command itself may break, too."""
+    """True when the other end of the output's pipe is closed. A BrokenPipeError alone does not show that, because a
+    connection of the command may raise it, too."""
     poll = select.poll()
     poll.register(output.fileno(), 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def _drop(output: TextIO) -> None:
-    """What is left in its buffer, which the end of the interpreter would try to write again."""
+    """Sends what is left in the buffer of ``output`` to /dev/null, because the interpreter would try to write it again
+    when it ends."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, output.fileno())
     os.close(nothing)

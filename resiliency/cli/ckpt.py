@@ -44,7 +44,7 @@ _TENSORS_SHOWN = 20
 
 
 def _surveys(targets: list[Target], run: str | None) -> tuple[list[LabeledTier], dict[str, list[StepView]]]:
-    """Tiers, and steps by run over all tiers; only the named steps when some were named."""
+    """The tiers, and the steps of each run over all tiers; only the named steps when a path names one."""
     from resiliency.errors import NoCheckpointFound
     from resiliency.inspection.survey import label_tiers, runs_of, survey
 
@@ -60,7 +60,7 @@ def _surveys(targets: list[Target], run: str | None) -> tuple[list[LabeledTier],
         for target in targets:
             for view in found[name]:
                 if target.name is not None and (target.run, target.step) == (view.run, view.id):
-                    view.names = tuple(dict.fromkeys((*view.names, target.name)))  # also a copy of the user's own
+                    view.names = tuple(dict.fromkeys((*view.names, target.name)))  # may be the user's own copy
         for step in named - {view.id for view in views}:
             shows = f"`resiliency ckpt ls {tiers[0].tier.root}` shows what is there"
             raise NoCheckpointFound(f"{step} of run {name!r} is not there; {shows}")
@@ -88,7 +88,7 @@ def inspect(
     path: PathArgument,
     run: RunOption = None,
     tensors: Annotated[
-        bool, typer.Option("--tensors", help=f"List all tensors, not the {_TENSORS_SHOWN} largest.")
+        bool, typer.Option("--tensors", help=f"List all tensors instead of the {_TENSORS_SHOWN} largest.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -116,7 +116,7 @@ def inspect(
 
 
 def _contents(view: StepView) -> tuple[dict[int, ShardContents], list[TensorRow], list[Entry], list[str]]:
-    """Contents by rank, tensors, the top of the state tree, and what could not be read."""
+    """Contents by rank, tensors, the top of the state tree, and a sentence for each shard that could not be read."""
     from resiliency.errors import ResiliencyError
     from resiliency.inspection.contents import entries, read_contents, tensor_rows
 
@@ -229,16 +229,17 @@ def export(
     ] = None,
     run: RunOption = None,
     key: Annotated[
-        str, typer.Option("--key", help="Entry of the state that holds the weights (safetensors).")
+        str, typer.Option("--key", help="Entry of the state whose tensors are written (safetensors).")
     ] = "state_dict",
     allow_pickle: Annotated[
         bool,
         typer.Option(
             "--allow-pickle",
-            help="Load objects of your own classes (sharded steps only). It can run code: trusted files only.",
+            help="Unpickle objects of your own classes (sharded steps only). This can run code from the checkpoint: use"
+            " it only for files that you trust.",
         ),
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT when it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a step as a stock torch/Lightning .ckpt, or its weights as .safetensors."""

@@ -1,4 +1,4 @@
-"""``resiliency doctor``: what of this library would work on this host, in one table with what to do."""
+"""``resiliency doctor``: checks what of this library would work on this host, and prints a table with what to do."""
 
 from __future__ import annotations
 
@@ -34,16 +34,23 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 @app.callback(invoke_without_command=True)
 def doctor(
     directory: Annotated[
-        str, typer.Option("--dir", help="Folder that checkpoints are to be written to.", show_default="this folder")
+        str,
+        typer.Option("--dir", help="Folder or URL to write checkpoints to.", show_default="this folder"),
     ] = ".",
     ramdisk: Annotated[str, typer.Option("--ramdisk", help="Folder for a local tier in memory.")] = "/dev/shm",
     remote: Annotated[
-        list[str] | None, typer.Option("--remote", help="Slower tier to try with a small object, as gs://bucket/job.")
+        list[str] | None,
+        typer.Option(
+            "--remote", help="Slower tier to try with a small object, for example gs://bucket/job; repeatable."
+        ),
     ] = None,
     state: Annotated[
-        str, typer.Option("--state", help="Size of the state of this host's ranks, as 10GiB.", show_default="unknown")
+        str,
+        typer.Option(
+            "--state", help="Sum of what the ranks of this host save, for example 10GiB.", show_default="unknown"
+        ),
     ] = "0",
-    port: Annotated[int, typer.Option("--port", help="Where ranks meet.", min=1, max=65535)] = 29500,
+    port: Annotated[int, typer.Option("--port", help="Port at which the ranks meet.", min=1, max=65535)] = 29500,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Says what would work on this host, and what to do where it would not.
@@ -62,7 +69,7 @@ def doctor(
     host = examine_host(all_variables())
     findings = [
         *judge_host(host),
-        # Like dirpath= it may be an address, which is a slower tier.
+        # Like dirpath=, --dir may be the address of an object store, which is checked as a slower tier.
         *([judge_remote(examine_remote(directory))] if folder is None else ()),
         *(judge_folder(examine_folder(folder), host, state_bytes=state_bytes) if folder is not None else ()),
         *judge_ramdisk(examine_folder(ramdisk), host, state_bytes=state_bytes),
@@ -84,7 +91,7 @@ def parse_size(text: str) -> int:
     """Bytes of ``10GiB``, ``512M``, ``1073741824``; units are powers of 1024.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: ``text`` has another form.
     """
     number = text.strip().rstrip("iBb")
     unit = number[-1:].upper() if number[-1:].isalpha() else ""

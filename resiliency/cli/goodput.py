@@ -32,7 +32,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-LogOption = Annotated[list[Path] | None, typer.Option("--log", help="Checkpoint folder, events folder or log file.")]
+LogOption = Annotated[
+    list[Path] | None, typer.Option("--log", help="Checkpoint folder, events folder or log file; repeatable.")
+]
 MoreLogs = Annotated[
     list[Path] | None,
     typer.Argument(help="More checkpoint folders, events folders or log files.", metavar="[DIR|FILE]..."),
@@ -44,38 +46,46 @@ ReferenceOption = Annotated[
         "--reference-step-time",
         min=0.0,
         max=1e9,  # also refuses inf, which JSON cannot hold
-        help="Seconds a step should take: what takes longer is slowdown; also for the older figure.",
+        help="Seconds a step should take: all time beyond it is slowdown. Also used for the older library's figure.",
     ),
 ]
-CapacityOption = Annotated[int | None, typer.Option("--capacity", min=1, help="Ranks the whole job has.")]
+CapacityOption = Annotated[int | None, typer.Option("--capacity", min=1, help="Ranks that the whole job should have.")]
 GpusOption = Annotated[int, typer.Option("--gpus-per-rank", min=1, help="GPUs each rank (or logging host) stands for.")]
 UntilOption = Annotated[
-    str, typer.Option("--until", help="End of the account: last (event), now, an ISO time, or an offset.")
+    str,
+    typer.Option(
+        "--until", help="End of the account: last (the last event), now, an ISO time, or an offset as of --since."
+    ),
 ]
 SinceOption = Annotated[
     str | None,
     typer.Option(
         "--since",
-        help="Start of the account: an ISO time, or an offset from the start (90s, 1h30m; -2h: from the end).",
+        help="Start of the account: an ISO time, or an offset from the run's start (90s, 1h30m) or back from its end"
+        " (-2h).",
     ),
 ]
 ExcludeOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--exclude", metavar="A..B", help="Leave this stretch out; times or offsets, as of --since; repeatable."
+        "--exclude", metavar="A..B", help="Leave out the time from A to B (times or offsets as of --since); repeatable."
     ),
 ]
 PrometheusOption = Annotated[
-    Path | None, typer.Option("--prometheus", help="Also write gauges here, *.prom for the textfile collector.")
+    Path | None,
+    typer.Option(
+        "--prometheus", help="Also write gauges to this file, a *.prom for node_exporter's textfile collector."
+    ),
 ]
 TensorBoardOption = Annotated[
-    Path | None, typer.Option("--tensorboard", help="Also add scalars to TensorBoard's folder (one per run below it).")
+    Path | None,
+    typer.Option("--tensorboard", help="Also write TensorBoard scalars below this folder, in one folder for each run."),
 ]
 
 
 T = TypeVar("T")
 
-#: As of the other commands: wrong arguments, or a path where there is no log.
+#: Exit status for wrong arguments or a path without a log, as of the other commands.
 _WRONG = 2
 _NOTHING_LEFT = "--since, --until and --exclude leave nothing of the run"
 
@@ -86,17 +96,18 @@ def _fail(message: str) -> NoReturn:
 
 
 def _console() -> Console:
-    """Standard output; 120 columns wide when it is no terminal, so that a report in a file is not narrowed."""
+    """Standard output; 120 columns wide when it is not a terminal, so that a report in a file is not narrowed."""
     from rich.console import Console
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a locale without our bars is no reason to show nothing
+        sys.stdout.reconfigure(errors="replace")  # in a locale without our bars, show "?" instead of failing
     width = None if sys.stdout.isatty() else 120
     return Console(file=sys.stdout, highlight=False, markup=False, emoji=False, width=width)
 
 
 def _windows(since: str | None, until: str, exclude: list[str] | None) -> tuple[Windows, float | None]:
-    """The part of the time that is looked at, and up to when the time counts that has no event (None: no longer)."""
+    """The part of a run's time to account for, and the moment (UTC seconds) up to which time after the last event
+    counts; None: that time does not count."""
     from resiliency.goodput.windows import Windows, parse_moment, parse_span
 
     counted, last = None, None
@@ -120,7 +131,7 @@ def _windows(since: str | None, until: str, exclude: list[str] | None) -> tuple[
 
 
 def _or_fail(call: Callable[..., T], *arguments: Any) -> T:
-    """What the call returns; its refusal in one line."""
+    """Returns what ``call`` returns; ends the command with one line when it raises a ResiliencyError."""
     from resiliency.errors import ResiliencyError
 
     try:
@@ -146,7 +157,11 @@ def _ledgers(
     windows: Windows | None = None,
     reference: float | None = None,
 ) -> list[Ledger]:
-    """Raises ConfigError where ``windows`` do not fit the run."""
+    """The accounts of the chosen runs, ordered by name; ends the command when there is none.
+
+    Raises:
+        ConfigError: ``windows`` do not fit a run.
+    """
     from resiliency.goodput.ledger import account
     from resiliency.goodput.windows import ALL_TIME
     from resiliency.telemetry.supervised import join_supervisors
@@ -175,7 +190,8 @@ def _ledgers(
 def _up_to_now(
     reader: LogReader, run: str | None, capacity: int | None, gpus: int, windows: Windows, reference: float | None
 ) -> list[Ledger]:
-    """The same of jobs that may run: the time since their last event counts, too."""
+    """Like :func:`_ledgers`, for jobs that may still run: when one of them has no end in the log, the time from the
+    last event to now counts, too."""
     ledgers = _ledgers(reader, run, None, capacity, gpus, windows, reference)
     if any(ledger.timings and ledger.timings[-1].outcome == "open" for ledger in ledgers):
         now = max(time.time(), *(ledger.end for ledger in ledgers))  # a host's clock may be ahead of ours
@@ -226,7 +242,9 @@ def report(
     more: MoreLogs = None,
     log: LogOption = None,
     run: RunOption = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write one self-contained page here.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Also write one self-contained HTML page to this file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
     reference_step_time: ReferenceOption = None,
     since: SinceOption = None,
@@ -259,7 +277,8 @@ def report(
 
 
 class _Gauges:
-    """Writes what is wanted of ``--prometheus`` and ``--tensorboard``; fails with one line. A context manager."""
+    """Writes the gauges that ``--prometheus`` and ``--tensorboard`` ask for; ends the command with one line when that
+    fails. A context manager, which closes TensorBoard's files."""
 
     def __init__(self, prometheus: Path | None, tensorboard: Path | None) -> None:
         self._prometheus, self._tensorboard = prometheus, tensorboard
@@ -283,7 +302,7 @@ class _Gauges:
             if self._tensorboard is not None:
                 where = self._tensorboard
                 for summary in summaries:
-                    name = str(summary["run"]).replace("/", "_").lstrip(".") or "_"  # a log may hold any name
+                    name = str(summary["run"]).replace("/", "_").lstrip(".") or "_"  # a log may hold any run name
                     if name not in self._files:
                         self._files[name] = ScalarFile(str(self._tensorboard / name))
                     write_tensorboard(self._files[name], summary)
@@ -315,8 +334,12 @@ def _json(content: dict[str, Any]) -> str:
 def compare(
     a: Annotated[Path, typer.Argument(help="Log of the first run.")],
     b: Annotated[Path, typer.Argument(help="Log of the second run.")],
-    run_a: Annotated[str | None, typer.Option("--run-a", help="Which run in A.")] = None,
-    run_b: Annotated[str | None, typer.Option("--run-b", help="Which run in B.")] = None,
+    run_a: Annotated[
+        str | None, typer.Option("--run-a", help="The run to compare from A; needed when A has several.")
+    ] = None,
+    run_b: Annotated[
+        str | None, typer.Option("--run-b", help="The run to compare from B; needed when B has several.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
     reference_step_time: ReferenceOption = None,
     since: SinceOption = None,
@@ -366,7 +389,7 @@ def watch(
     prometheus: PrometheusOption = None,
     tensorboard: TensorBoardOption = None,
 ) -> None:
-    """Show the account of a running job and refresh it. With --since -1h it is that of the last hour."""
+    """Show the account of a running job and refresh it; with --since -1h, of the last hour only."""
     from rich.console import Group
     from rich.live import Live
 
@@ -385,7 +408,7 @@ def watch(
     with (
         _Gauges(prometheus, tensorboard) as gauges,
         Live(console=_console(), auto_refresh=False, vertical_overflow="crop") as live,
-        contextlib.suppress(KeyboardInterrupt),  # how it is ended, wherever it is
+        contextlib.suppress(KeyboardInterrupt),  # Ctrl-C is the usual end of a watch
     ):
         looked = 0
         while True:
@@ -403,7 +426,7 @@ def watch(
             else:
                 try:
                     ledgers = _up_to_now(reader, run, capacity, gpus_per_rank, windows, reference_step_time)
-                except ResiliencyError as error:  # a part that this run may have later
+                except ResiliencyError as error:  # the options may fit the run later
                     live.update(f"waiting: {error}", refresh=True)
                     ledgers = []
                 if ledgers and _leave_nothing(windows, ledgers):
@@ -420,7 +443,7 @@ def watch(
 
 @app.command()
 def dashboard() -> None:
-    """Print a Grafana dashboard for the gauges of --prometheus, to be imported there."""
+    """Print a Grafana dashboard for the gauges of --prometheus, as JSON to import in Grafana."""
     from resiliency.goodput.gauges import dashboard as text
 
     typer.echo(text(), nl=False)

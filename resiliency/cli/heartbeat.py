@@ -1,4 +1,4 @@
-"""``resiliency heartbeat``: what the ranks of this host do, read from their pages, whatever they do or do not do."""
+"""``resiliency heartbeat``: shows what this host's ranks are doing, from their heartbeat files, even when they hang."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=False)
 
-#: By state.
+#: Colour of each state.
 _COLORS = {"running": "green", "stopped": "bold red", "ended": "yellow", "earlier attempt": "dim", "unknown": "cyan"}
 
 
 def main(words: Sequence[str]) -> int:
-    """An app of one command, by itself: below a group, options could not follow the folder."""
+    """Runs the command line. The app runs without a parent, because below a group no option could follow the folder."""
     app(args=list(words), prog_name="resiliency heartbeat")
     return 0
 
@@ -35,7 +35,7 @@ def heartbeat(
 ) -> None:
     """Shows what the ranks of this host are doing: phase, step, attempt, and for how long they have been quiet.
 
-    Reads shared memory: it needs nothing of the ranks, not even that they run. Exit status: 0 there are heartbeats, 1
+    Reads files in shared memory, so it works even when ranks hang or have ended. Exit status: 0 there are heartbeats, 1
     there are none, 2 wrong arguments.
     """
     folder = directory or environment().heartbeat_dir

@@ -1,4 +1,4 @@
-"""``resiliency host-monitor``: the process of each host that a supervisor speaks to."""
+"""``resiliency host-monitor``: runs the host monitor, the process on each host that talks to the supervisor."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def main(words: Sequence[str]) -> int:
     """Runs until SIGTERM or Ctrl-C.
 
     Args:
-        words: of the command line, behind ``host-monitor``.
+        words: the words of the command line after ``host-monitor``.
 
     Returns:
-        Exit status: 0 it was told to end, or all workloads have ended; 2 wrong arguments, or another monitor runs.
+        The exit status: 0 after a signal, or when all workloads have ended (``--exit-when-completed``); 2 for wrong
+        arguments, a missing aiohttp, or when another monitor runs.
     """
     parser = _parser()
     args = parser.parse_args(list(words))
@@ -65,7 +66,7 @@ async def _run(args: argparse.Namespace, script: Sequence[str]) -> int:
         plain_http=args.insecure_plain_http,
     )
     if args.token_file:
-        connection.token()  # a wrong file is said now
+        connection.token()  # reports a wrong file now, not at the first connection
     settings = MonitorSettings(
         host=host,
         command=launcher_command(
@@ -109,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="resiliency host-monitor",
         usage="resiliency host-monitor --supervisor URL [options] -- train.py [ARGS ...]",
-        description="Keeps one launcher on this host, and does with it what the supervisor wants.",
+        description="Keeps one launcher running on this host, and does with it what the supervisor orders.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -117,56 +118,108 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="URL",
-        help="https://HOST:PORT of the supervisor; of several with one state file each, given again or with commas"
-        " between (default: RESILIENCY_SUPERVISOR)",
+        help="https://HOST:PORT of the supervisor; when there are several, each with its own state file, repeat the"
+        " option or put commas between the addresses (default: RESILIENCY_SUPERVISOR)",
     )
     parser.add_argument("--token-file", default="", metavar="FILE", help="file with the token of this host")
     parser.add_argument("--host", default="", metavar="NAME", help="name of this host (default: the node's name)")
-    parser.add_argument("--address", default="", metavar="ADDRESS", help="that other hosts reach this one by")
-    parser.add_argument("--block", default="", metavar="NAME", help="failure domain: rack, NVLink domain")
-    parser.add_argument("--nproc-per-node", default="1", metavar="N", help="ranks of this host (default: 1)")
+    parser.add_argument("--address", default="", metavar="ADDRESS", help="address at which other hosts reach this one")
+    parser.add_argument(
+        "--block", default="", metavar="NAME", help="failure domain of this host, as its rack or NVLink domain"
+    )
+    parser.add_argument("--nproc-per-node", default="1", metavar="N", help="number of ranks on this host (default: 1)")
     parser.add_argument(
         "--launcher-args",
         action="append",
         default=[],
         metavar="WORDS",
-        help="further flags of resiliency run, as one word of a shell; may be given again",
+        help="further flags for resiliency run, quoted as one word: '--log-dir logs -r 3'; may be given again",
     )
-    parser.add_argument("--state-dir", default="", metavar="DIR", help="what must not be forgotten; on a local disk")
-    parser.add_argument("--ca", default="", metavar="FILE", help="certificates that the supervisor's is checked with")
-    parser.add_argument("--cert", default="", metavar="FILE", help="certificate of this host, for mutual TLS")
-    parser.add_argument("--key", default="", metavar="FILE", help="its key")
     parser.add_argument(
-        "--insecure-plain-http", action="store_true", help="a token may cross a network that others can read"
+        "--state-dir",
+        default="",
+        metavar="DIR",
+        help="folder on a local disk for the state that must survive this process (default: below /var/lib/resiliency"
+        " or ~/.local/state/resiliency)",
+    )
+    parser.add_argument(
+        "--ca", default="", metavar="FILE", help="CA certificates to check the supervisor's certificate with"
+    )
+    parser.add_argument("--cert", default="", metavar="FILE", help="certificate of this host, for mutual TLS")
+    parser.add_argument("--key", default="", metavar="FILE", help="private key of --cert")
+    parser.add_argument(
+        "--insecure-plain-http",
+        action="store_true",
+        help="allow plain http with a token, which others on the network can then read",
     )
     parser.add_argument(
         "--watchdog",
         action="append",
         default=[],
         metavar="NAME",
-        help="xid, ecc, disk, memory, notice, a name of an installed one, or module:Class; may be given again; none: no"
-        " watchdogs (default: all five)",
-    )
-    parser.add_argument("--watch-folder", action="append", default=[], metavar="DIR", help="must be writable")
-    parser.add_argument("--min-free-gb", type=float, default=1.0, metavar="GB", help="of each such folder (default: 1)")
-    parser.add_argument("--min-memory-gb", type=float, default=0.25, metavar="GB", help="available (default: 0.25)")
-    parser.add_argument("--notice-file", default="", metavar="FILE", help="there while this host is to go")
-    parser.add_argument(
-        "--metadata-server", default="auto", metavar="URL", help="auto: Google's on a machine of Google's; none"
-    )
-    parser.add_argument("--xid-source", default="", metavar="FILE", help="kernel messages (default: /dev/kmsg)")
-    parser.add_argument("--ecc-source", default="", metavar="FILE", help="counters, for tests (default: the driver)")
-    parser.add_argument("--reset-command", default="", metavar="WORDS", help="resets devices (default: nvidia-smi)")
-    parser.add_argument(
-        "--grace", type=float, default=5.0, metavar="SECONDS", help="for a launcher to end that is replaced (5)"
+        help="watchdog to run: xid, ecc, disk, memory, notice, the name of an installed one, or module:Class; may be"
+        " given again; none: no watchdogs (default: these five)",
     )
     parser.add_argument(
-        "--stop-timeout", type=float, default=120.0, metavar="SECONDS", help="for ranks to save after SIGTERM (120)"
+        "--watch-folder",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="folder that must be writable and have free space; may be given again (default: the state folder)",
+    )
+    parser.add_argument(
+        "--min-free-gb", type=float, default=1.0, metavar="GB", help="free space in each watched folder (default: 1)"
+    )
+    parser.add_argument(
+        "--min-memory-gb",
+        type=float,
+        default=0.25,
+        metavar="GB",
+        help="memory that must be available on this host (default: 0.25)",
+    )
+    parser.add_argument(
+        "--notice-file",
+        default="",
+        metavar="FILE",
+        help="file that exists while this host has notice that it will be taken away",
+    )
+    parser.add_argument(
+        "--metadata-server",
+        default="auto",
+        metavar="URL",
+        help="server that announces preemption and maintenance; auto: Google's, on a machine of Google's; none: no"
+        " server (default: auto)",
+    )
+    parser.add_argument(
+        "--xid-source", default="", metavar="FILE", help="file to read XIDs from (default: the kernel's log)"
+    )
+    parser.add_argument(
+        "--ecc-source", default="", metavar="FILE", help="file with ECC error counts, for tests (default: the driver)"
+    )
+    parser.add_argument(
+        "--reset-command",
+        default="",
+        metavar="WORDS",
+        help="command that resets devices (default: nvidia-smi --gpu-reset)",
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="how long a launcher that is replaced may take to end before it is killed (default: 5)",
+    )
+    parser.add_argument(
+        "--stop-timeout",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="the same when this process is told to end, longer so that ranks can save (default: 120)",
     )
     parser.add_argument(
         "--exit-when-completed", action="store_true", help="end when all workloads of the supervisor have ended"
     )
-    parser.add_argument("--verbose", action="store_true")
-    parser.add_argument("--cable", default="", help=argparse.SUPPRESS)  # of a host that resiliency run has made
+    parser.add_argument("--verbose", action="store_true", help="log more")
+    parser.add_argument("--cable", default="", help=argparse.SUPPRESS)  # only resiliency run passes it
     parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

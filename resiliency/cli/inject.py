@@ -1,4 +1,4 @@
-"""``resiliency inject``: faults for a job that runs on this host, to see that it gets over them."""
+"""``resiliency inject``: puts faults into a job on this host, to test that the job recovers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ __all__ = ["main"]
 
 
 def main(words: Sequence[str]) -> int:
-    """Puts a fault in, once or again and again.
+    """Puts in a fault, once or repeatedly. Blocks until the last one is done.
 
     Args:
-        words: of the command line, behind ``inject``.
+        words: the words of the command line after ``inject``.
 
     Returns:
-        Exit status: 0 it was put in; 1 it could not be; 2 wrong arguments.
+        The exit status: 0 when the last fault was put in, 1 when it could not be, 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: with 2, for wrong arguments.
     """
     from resiliency.supervisor.inject import Injector, Target, moments
 
@@ -83,32 +86,79 @@ def _fault(args: argparse.Namespace) -> Fault:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="resiliency inject",
-        description="Puts a fault into a job that runs on this host, into processes and files of this user alone.",
+        description="Puts a fault into a job that runs on this host. Touches only processes and files of this user.",
         allow_abbrev=False,
     )
     faults = "kill stop hang slow xid ecc partition disk-full corrupt".split()
-    parser.add_argument("fault", choices=faults, metavar="FAULT", help=", ".join(faults))
-    where = parser.add_argument_group("where the job is")
-    where.add_argument("--heartbeats", default="", metavar="DIR", help="folder of the ranks' heartbeats")
-    where.add_argument("--state-dir", default="", metavar="DIR", help="of the host monitor")
-    where.add_argument("--host", default="", metavar="NAME", help="of the host monitor (default: the node's name)")
-    where.add_argument("--rank", type=int, metavar="R", help="global rank (default: one at random)")
-    when = parser.add_argument_group("when")
-    when.add_argument("--at", type=float, default=0.0, metavar="SECONDS", help="from now (default: now)")
-    when.add_argument("--every", type=float, default=0.0, metavar="SECONDS", help="and then again and again")
-    when.add_argument("--count", type=int, default=0, metavar="N", help="so often (default: once, or without end)")
-    when.add_argument("--seed", type=int, default=0, metavar="N", help="equal seeds choose alike")
-    what = parser.add_argument_group("what")
-    what.add_argument("--for", dest="seconds", type=float, default=0.0, metavar="SECONDS", help="how long it lasts")
-    what.add_argument("--duty", type=float, default=0.8, metavar="PART", help="slow: of the time it is stopped (0.8)")
-    what.add_argument("--code", type=int, default=79, metavar="N", help="xid: the code (79)")
-    what.add_argument("--device", default="0000:3b:00", metavar="ADDRESS", help="xid, ecc: PCI address")
-    what.add_argument("--errors", type=int, default=1, metavar="N", help="ecc: how many (1)")
-    what.add_argument(
-        "--source", default="", metavar="FILE", help="xid, ecc: that the monitor reads (default: it is told)"
+    parser.add_argument(
+        "fault",
+        choices=faults,
+        metavar="FAULT",
+        help="kill, stop, hang: SIGKILL, SIGTERM, SIGSTOP to a rank; slow: stop a rank for part of the time; xid, ecc:"
+        " report a device fault; partition: cut off the supervisor; disk-full: fill a disk; corrupt: flip a bit of a"
+        " checkpoint",
     )
-    what.add_argument("--folder", default="", metavar="DIR", help="disk-full, corrupt: where; also a file")
-    what.add_argument("--most-gb", type=float, default=1.0, metavar="GB", help="disk-full: written at most (1)")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
-    parser.add_argument("--yes", action="store_true", help="corrupt: a checkpoint is to be destroyed")
+    where = parser.add_argument_group("where the job is")
+    where.add_argument(
+        "--heartbeats",
+        default="",
+        metavar="DIR",
+        help="folder of the ranks' heartbeats (default: RESILIENCY_HEARTBEAT_DIR, unless --state-dir is given)",
+    )
+    where.add_argument("--state-dir", default="", metavar="DIR", help="state folder of this host's monitor")
+    where.add_argument(
+        "--host", default="", metavar="NAME", help="host name that the monitor was given (default: the node's name)"
+    )
+    where.add_argument("--rank", type=int, metavar="R", help="global rank to hit (default: one at random)")
+    when = parser.add_argument_group("when")
+    when.add_argument(
+        "--at", type=float, default=0.0, metavar="SECONDS", help="when the first comes, from now (default: 0)"
+    )
+    when.add_argument("--every", type=float, default=0.0, metavar="SECONDS", help="time from one fault to the next")
+    when.add_argument(
+        "--count", type=int, default=0, metavar="N", help="number of faults (default: 1; with --every: no limit)"
+    )
+    when.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of random choices: equal seeds choose the same (default: 0)",
+    )
+    what = parser.add_argument_group("what")
+    what.add_argument(
+        "--for",
+        dest="seconds",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="how long the fault lasts; slow, partition and disk-full need it (default: hang stops the rank for good)",
+    )
+    what.add_argument(
+        "--duty",
+        type=float,
+        default=0.8,
+        metavar="PART",
+        help="slow: share of the time for which the rank is stopped (default: 0.8)",
+    )
+    what.add_argument("--code", type=int, default=79, metavar="N", help="xid: number of the XID (default: 79)")
+    what.add_argument("--device", default="0000:3b:00", metavar="ADDRESS", help="xid, ecc: PCI address of the device")
+    what.add_argument("--errors", type=int, default=1, metavar="N", help="ecc: number of errors (default: 1)")
+    what.add_argument(
+        "--source",
+        default="",
+        metavar="FILE",
+        help="xid, ecc: file that the monitor reads faults from (default: the monitor is told directly)",
+    )
+    what.add_argument(
+        "--folder",
+        default="",
+        metavar="DIR",
+        help="disk-full: folder whose disk is filled; corrupt: folder with checkpoints, or a checkpoint file",
+    )
+    what.add_argument(
+        "--most-gb", type=float, default=1.0, metavar="GB", help="disk-full: write at most this much (default: 1)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    parser.add_argument("--yes", action="store_true", help="corrupt: really destroy a checkpoint")
     return parser

@@ -12,17 +12,17 @@ from resiliency.cli._output import whole_output
 
 __all__ = ["SUBCOMMANDS", "main"]
 
-#: Subcommand -> (module, one line of help). The module holds a Typer ``app``, or ``main(words)`` if another parser has
-#: the words.
+#: Subcommand -> (module, one line of help). The module has a Typer ``app``, or a ``main(words)`` that parses the words
+#: itself.
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "ckpt": ("resiliency.cli.ckpt", "list, verify and convert checkpoints"),
-    "run": ("resiliency.cli.run", "start a job as torchrun does, and soon again when a rank dies"),
-    "supervisor": ("resiliency.cli.supervisor", "keep training jobs alive on many hosts, and ask how they are"),
-    "heartbeat": ("resiliency.cli.heartbeat", "show what the ranks of this host are doing, whatever they do"),
+    "run": ("resiliency.cli.run", "start a job as torchrun does, and restart it quickly when a rank dies"),
+    "supervisor": ("resiliency.cli.supervisor", "keep training jobs alive on many hosts, and show how they are"),
+    "heartbeat": ("resiliency.cli.heartbeat", "show what the ranks of this host are doing, even when they hang"),
     "goodput": ("resiliency.cli.goodput", "say where the time of a run went"),
-    "host-monitor": ("resiliency.cli.host_monitor", "keep the launcher of this host, as a supervisor wants it"),
-    "inject": ("resiliency.cli.inject", "put a fault into a job that runs on this host, to see that it gets over it"),
-    "doctor": ("resiliency.cli.doctor", "say what would work on this host, and what to do where it would not"),
+    "host-monitor": ("resiliency.cli.host_monitor", "run the launcher of this host as a supervisor orders"),
+    "inject": ("resiliency.cli.inject", "put a fault into a job on this host, to test that it recovers"),
+    "doctor": ("resiliency.cli.doctor", "check what would work on this host, and say what to do about the rest"),
 }
 
 
@@ -48,17 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words after the program's name; ``sys.argv[1:]`` when None.
 
     Returns:
-        The exit status: 0 success, 1 failure, 2 bad arguments.
+        The exit status of the subcommand (0 success, 1 failure, 2 bad arguments, others as its documentation says); 2
+        without one.
 
     Raises:
-        SystemExit: as argparse and Typer do after ``--help``, ``--version`` or bad arguments.
+        SystemExit: with the exit status, after ``--help``, ``--version`` or bad arguments, and by a Typer app always.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if not words:
         parser.print_help()
         return 2
-    # Only the first word is parsed here: "resiliency ckpt --help" is the subcommand's.
+    # Only the first word is parsed here: the subcommand answers "resiliency ckpt --help".
     command: str = parser.parse_args(words[:1]).command
     module = importlib.import_module(SUBCOMMANDS[command][0])
     if hasattr(module, "main"):

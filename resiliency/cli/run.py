@@ -1,4 +1,4 @@
-"""``resiliency run``: torchrun's words, which torch's own parser reads."""
+"""``resiliency run``: takes torchrun's command line, which torch's own parser reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 __all__ = ["main"]
 
-#: Flags that say how many hosts and ranks there are, or how hosts find each other: the supervisor's affair.
+#: With ``--spares``, flags for the cluster as a whole, which are not passed on to the launchers of its hosts.
 _FOR_THE_CLUSTER = (
     "--nnodes",
     "--spares",
@@ -19,6 +19,7 @@ _FOR_THE_CLUSTER = (
     "--max-restarts",
     "--max_restarts",
 )
+#: With ``--spares``, flags that are refused, because the supervisor decides how hosts meet and when ranks have failed.
 _REFUSED: tuple[str, ...] = (
     "--local-hosts",
     "--standalone",
@@ -66,7 +67,7 @@ def _run_local_cluster(parser: argparse.ArgumentParser, args: argparse.Namespace
 
 
 def _setting(parser: argparse.ArgumentParser, text: str) -> tuple[str, object]:
-    """``NAME=VALUE`` as in YAML."""
+    """Parses ``NAME=VALUE``; the value is YAML, or the text itself when it is not valid YAML."""
     import yaml
 
     name, equals, value = text.partition("=")
@@ -79,7 +80,7 @@ def _setting(parser: argparse.ArgumentParser, text: str) -> tuple[str, object]:
 
 
 def _for_each_host(parser: argparse.ArgumentParser, flags: Sequence[str]) -> list[str]:
-    """The flags that each host's launcher gets."""
+    """The flags that each host's launcher gets; ends the command when one of ``flags`` is refused."""
     kept: list[str] = []
     at = 0
     while at < len(flags):

@@ -1,4 +1,4 @@
-"""``resiliency supervisor``: runs the supervisor, and asks the one that runs."""
+"""``resiliency supervisor``: runs the supervisor, and has the commands for a running one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="Notice that a training job has failed, and see to it.",
+    help="Watch training jobs on many hosts, and recover them from failures.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -28,8 +28,8 @@ UrlOption = Annotated[
         "--supervisor",
         "-s",
         metavar="URL",
-        help="Its address; of several with one state file each, once more for each of them or with commas between. The"
-        " one that leads is asked.",
+        help="Address of the supervisor. When there are several, each with its own state file, repeat the option or put"
+        " commas between the addresses; the one that leads is asked.",
         envvar="RESILIENCY_SUPERVISOR",
         show_envvar=True,
         show_default="http://127.0.0.1:7600",
@@ -39,17 +39,17 @@ TokenOption = Annotated[
     str,
     typer.Option("--token-file", help="File with the operators' token.", envvar="RESILIENCY_SUPERVISOR_TOKEN_FILE"),
 ]
-CaOption = Annotated[str, typer.Option("--ca", help="Certificates to trust, for https.")]
-CertOption = Annotated[str, typer.Option("--cert", help="This client's certificate.")]
-KeyOption = Annotated[str, typer.Option("--key", help="Its key.")]
+CaOption = Annotated[str, typer.Option("--ca", help="File with the CA certificates to trust for https.")]
+CertOption = Annotated[str, typer.Option("--cert", help="File with this client's certificate.")]
+KeyOption = Annotated[str, typer.Option("--key", help="File with the private key of --cert.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-ReasonOption = Annotated[str, typer.Option("--reason", help="Why, for the history.")]
+ReasonOption = Annotated[str, typer.Option("--reason", help="The reason, for the history of events.")]
 _LOCAL = "http://127.0.0.1:7600"
-#: Files beside connections.
+#: Open files that the process needs besides its connections.
 _OTHER_FILES = 256
-#: Exit status of ``run --until-ended`` when a workload was given up, as of ``resiliency run``.
+#: Exit status of ``run --until-ended`` when a workload was stopped, the same as that of ``resiliency run``.
 _STOPPED = 3
-#: By state.
+#: Colour of each state.
 _COLORS = {
     "ready": "green",
     "running": "green",
@@ -75,26 +75,34 @@ def _fail(message: str, status: int = 1) -> NoReturn:
 
 @app.command()
 def run(
-    file: Annotated[str, typer.Option("-f", "--file", help="supervisor.yaml.")] = "supervisor.yaml",
-    check: Annotated[bool, typer.Option("--check", help="Print what was understood, and end.")] = False,
-    listen: Annotated[str | None, typer.Option("--listen", help="HOST:PORT instead of the file's.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be done about failures, and do nothing.")
-    ] = False,
+    file: Annotated[str, typer.Option("-f", "--file", help="The supervisor's settings.")] = "supervisor.yaml",
+    check: Annotated[bool, typer.Option("--check", help="Check the settings, print them and end.")] = False,
+    listen: Annotated[
+        str | None, typer.Option("--listen", help="HOST:PORT to listen at, instead of the file's.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done about failures.")] = False,
     insecure: Annotated[
         bool,
-        typer.Option("--insecure-no-authentication", help="Whoever can connect rules the jobs. For a closed machine."),
+        typer.Option(
+            "--insecure-no-authentication",
+            help="Obey everyone who can connect. Only for a machine that nobody else can reach.",
+        ),
     ] = False,
     until_ended: Annotated[
-        bool, typer.Option("--until-ended", help="End with the workloads: 0 all have completed, 3 one was stopped.")
+        bool,
+        typer.Option(
+            "--until-ended", help="End when all workloads have ended; exit status 0 all completed, 3 one was stopped."
+        ),
     ] = False,
     begin_again: Annotated[
-        bool, typer.Option("--begin-again", help="Begin workloads that have completed or were stopped once more.")
+        bool, typer.Option("--begin-again", help="Start workloads again that have completed or were stopped.")
     ] = False,
-    address_file: Annotated[str, typer.Option("--address-file", help="Write HOST:PORT there, when it listens.")] = "",
+    address_file: Annotated[
+        str, typer.Option("--address-file", help="File to write HOST:PORT to, once it listens.")
+    ] = "",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
-    """Supervise the workloads of a file until SIGTERM. A second one with the same file stands by."""
+    """Supervise the workloads of a file until SIGTERM. A second supervisor with the same file is a standby."""
     import logging
 
     from resiliency.errors import ResiliencyError
@@ -125,7 +133,8 @@ def _settings(file: str, *, listen: str | None, dry_run: bool, insecure: bool) -
 
 
 def _run(settings: SupervisorSettings, file: str, *, until_ended: bool, begin_again: bool, address_file: str) -> bool:
-    """False: it has ended with the workloads, and one of them was stopped."""
+    """Runs the supervisor until a signal or, with ``until_ended``, until all workloads have ended. Returns False when
+    one of these was stopped, else True."""
     import asyncio
     import os
     import signal
@@ -167,7 +176,8 @@ def _run(settings: SupervisorSettings, file: str, *, until_ended: bool, begin_ag
 
 
 def _allow_connections(most: int, *, hosts: int) -> None:
-    """Each takes an open file, of which a shell allows 1,024."""
+    """Raises this process's limit of open files, because each connection takes one and a shell usually allows 1,024.
+    Logs a warning when the limit stays low for so many ``hosts``."""
     import logging
     import resource
 
@@ -305,9 +315,9 @@ def events(
     ca: CaOption = "",
     cert: CertOption = "",
     key: KeyOption = "",
-    workload: Annotated[str, typer.Option("--workload", help="Only of this one.")] = "",
-    host: Annotated[str, typer.Option("--host", help="Only of this one.")] = "",
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=2000, help="The newest so many.")] = 50,
+    workload: Annotated[str, typer.Option("--workload", help="Only events of this workload.")] = "",
+    host: Annotated[str, typer.Option("--host", help="Only events of this host.")] = "",
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=2000, help="Number of events, the newest.")] = 50,
     as_json: JsonOption = False,
 ) -> None:
     """Print the history: what was seen, decided and done."""
@@ -365,7 +375,7 @@ def drain(
     key: KeyOption = "",
     reason: ReasonOption = "",
 ) -> None:
-    """Take a host out: its ranks go to a spare after a checkpoint, and it gets none until `uncordon`."""
+    """Take a host out: after a checkpoint a spare takes over its ranks, and it gets no ranks until `uncordon`."""
     client = _client(supervisor, token_file, ca, cert, key)
     typer.echo(_ask(client, f"/v1/hosts/{host}/drain", post=True, reason=reason)["done"])
 
@@ -379,14 +389,14 @@ def uncordon(
     cert: CertOption = "",
     key: KeyOption = "",
 ) -> None:
-    """Give a host back that was drained."""
+    """Make a drained host available again."""
     client = _client(supervisor, token_file, ca, cert, key)
     typer.echo(_ask(client, f"/v1/hosts/{host}/uncordon", post=True)["done"])
 
 
 @app.command()
 def stop(
-    workload: Annotated[str, typer.Argument(help="Its name.")],
+    workload: Annotated[str, typer.Argument(help="Name of the workload.")],
     supervisor: UrlOption = None,
     token_file: TokenOption = "",
     ca: CaOption = "",
@@ -394,14 +404,14 @@ def stop(
     key: KeyOption = "",
     reason: ReasonOption = "",
 ) -> None:
-    """End a workload for good."""
+    """Stop a workload for good; `start` begins it again."""
     client = _client(supervisor, token_file, ca, cert, key)
     typer.echo(_ask(client, f"/v1/workloads/{workload}/stop", post=True, reason=reason)["done"])
 
 
 @app.command()
 def start(
-    workload: Annotated[str, typer.Argument(help="Its name.")],
+    workload: Annotated[str, typer.Argument(help="Name of the workload.")],
     supervisor: UrlOption = None,
     token_file: TokenOption = "",
     ca: CaOption = "",

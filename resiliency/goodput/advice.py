@@ -1,7 +1,7 @@
-"""What to change, from what was measured: one sentence for each of the largest causes. Pure.
+"""Advice on what to change: one sentence with measured figures for each of the largest causes of lost time. Pure.
 
-A rule speaks only where figures of the log support it; a cause without one has no advice. What a change would return
-is at most what it can take away, in wall time.
+A rule gives advice only where figures in the log support it; otherwise its cause has none. A change never returns more
+wall time than its bucket holds.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from resiliency.goodput.words import duration, figure
 
 __all__ = ["Advice", "advise", "largest_causes"]
 
-#: A cause with a smaller share is not worth a sentence.
+#: A bucket with a smaller share of the time gets no advice.
 LEAST_SHARE = 0.01
 MOST_CAUSES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """``text`` says what was measured and what to change; ``returns_s`` is what that would return at most, in seconds
-    of wall time."""
+    """``text`` says what was measured and what to change; ``returns_s`` is the most that the change would return, in
+    seconds of wall time."""
 
     bucket: Bucket
     text: str
@@ -33,13 +33,13 @@ class Advice:
 
 
 def largest_causes(ledger: Ledger) -> list[Bucket]:
-    """At most three buckets that cost the most, each more than a hundredth, and can be made smaller."""
+    """The at most three largest buckets that have a lever and more than 1 % of the time, the largest first."""
     rows = [bucket for bucket, info in BUCKETS.items() if info.lever and ledger.share(bucket) > LEAST_SHARE]
     return sorted(rows, key=lambda bucket: -ledger.share(bucket))[:MOST_CAUSES]
 
 
 def advise(ledger: Ledger) -> dict[Bucket, Advice]:
-    """What to change, for those of the largest causes of which the log shows enough."""
+    """Advice by bucket, for those of the largest causes whose rule finds enough figures in the log."""
     found = {}
     for bucket in largest_causes(ledger):
         rule = _RULES.get(bucket)

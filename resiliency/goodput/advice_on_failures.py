@@ -13,9 +13,9 @@ from resiliency.goodput.words import duration, precise
 
 __all__ = ["detection", "interference", "lost_work", "stall"]
 
-#: For a hang: the least that a watchdog should wait, and how many times the usual step.
+#: The advised hang timeout is this many seconds, or this many usual steps where that is longer.
 HANG_S, HANG_STEPS = 60.0, 10.0
-#: Seconds for which it is not worth while to notice something sooner.
+#: There is no advice on hangs when noticing them sooner would save fewer seconds than this.
 LEAST_S = 0.5
 
 
@@ -56,8 +56,8 @@ def _step(ledger: Ledger) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Saves:
-    """``every`` steps apart, each costing ``cost_s`` of training; ``best`` is the number of steps apart that would cost
-    the least, and ``returns_s`` what that would return."""
+    """Saves are ``every`` steps apart and each costs ``cost_s`` seconds of training. Saves ``best`` steps apart would
+    cost the least, and return ``returns_s`` seconds."""
 
     every: float
     cost_s: float
@@ -67,10 +67,10 @@ class _Saves:
 
 
 def _saves(ledger: Ledger) -> _Saves | None:
-    """The interval between saves that costs the least: what a save costs against what a failure loses.
+    """Finds the interval between saves that costs the least; None when the log shows too little to compute it.
 
-    After a failure half of an interval is lost on average. With saves every T seconds of training, T/2 a failure and c
-    a save are lost, which is least at T = sqrt(2 c / failures per second).
+    With a save every T seconds of training, each failure loses T/2 seconds of work on average and each save costs c
+    seconds. The sum is smallest at T = sqrt(2 c / failures per second).
     """
     usual, failures = ledger.usual_step_s, sum(timing.lost_above is not None for timing in ledger.timings)
     lanes = [timing.attempt.lanes[min(timing.attempt.lanes)] for timing in ledger.timings if timing.attempt.lanes]

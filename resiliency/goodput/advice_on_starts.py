@@ -12,7 +12,7 @@ from resiliency.goodput.words import duration
 
 __all__ = ["first_start", "restart", "restore", "warm_up"]
 
-#: A part of a start that is shorter, in seconds or as a share of it, is not what to mend.
+#: A part of a start that is shorter than this, in seconds or as a share of the whole start, gets no advice.
 PART_S, PART_SHARE = 0.5, 0.15
 
 
@@ -68,7 +68,7 @@ def first_start(ledger: Ledger) -> Said | None:
 
 
 def restore(ledger: Ledger) -> Said | None:
-    """Only where the same job has restored faster from another tier."""
+    """Advice when the same job restored faster from another tier; None otherwise."""
     tiers = {name: tier for name, tier in ledger.facts.tiers.items() if tier.restore_n}
     means = {name: tier.restore_s / tier.restore_n for name, tier in tiers.items()}
     if len(means) < 2:

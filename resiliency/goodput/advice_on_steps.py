@@ -10,18 +10,18 @@ from resiliency.goodput.words import duration, figure, precise
 
 __all__ = ["data_wait", "idle", "loop", "scaled_down", "slowdown", "straggler"]
 
-#: Of a step: what waits for less is no finding.
+#: A part that takes a smaller share of each step gets no advice.
 STEP_SHARE = 0.05
-#: Of the steps after the first slow one, this share is slow where it lasts.
+#: A slowdown counts as lasting when this share of the steps after the first slow one is slow.
 LASTING = 0.9
-#: A span that is at least this share of the loop's overhead is named.
+#: The advice names a span that takes at least this share of the loop overhead.
 SPAN_SHARE = 0.5
-#: Seconds of idle time that are not worth a word.
+#: Idle time of fewer seconds gets no advice.
 LEAST_S = 0.5
 
 
 def _per_step(ledger: Ledger, name: str) -> dict[int, tuple[float, float]]:
-    """Seconds of each lane by step: of that part, and of the whole step."""
+    """By lane, mean seconds per step: of the part ``name`` (a field of the step totals), and of the whole step."""
     found = {}
     lanes = {lane for timing in ledger.timings for lane in timing.attempt.lanes}
     for lane in lanes:
@@ -48,7 +48,7 @@ def data_wait(ledger: Ledger) -> Said | None:
         where = next((one.host for one in ledger.lanes if one.lane == worst and one.host), "")
         words = f"rank {worst}{f' on {where}' if where else ''} waits {precise(lanes[worst][0])} a step for its loader"
         words += f", the others {precise(sum(others) / len(others))}: its disk or loader mended"
-        # The others go on waiting as they do.
+        # The other ranks go on waiting: only what the worst rank waits longer than they do can be returned.
         returns_s *= (lanes[worst][0] - sum(others) / len(others)) / (mean * len(lanes))
     else:
         words = f"the loader takes {precise(mean)} of each step of {precise(step)}: more workers, or prefetching,"
@@ -70,7 +70,7 @@ def loop(ledger: Ledger) -> Said | None:
 
 
 def _span_within(ledger: Ledger, loop_s: float) -> Said | None:
-    """The span of the script's own that is most of the time between batches."""
+    """Advice on the script's own span that takes most of the loop overhead; None when no span takes enough of it."""
     spent: dict[str, list[float]] = {}
     for one in spans_of(ledger):
         train = ledger.timings[one.attempt].train

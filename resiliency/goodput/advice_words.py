@@ -1,4 +1,4 @@
-"""What rules of advice have in common: see :mod:`resiliency.goodput.advice`. Pure."""
+"""Helpers and phrases that the advice rules share, see :mod:`resiliency.goodput.advice`. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from resiliency.goodput.taxonomy import Bucket
 
 __all__ = ["INTERVAL_FACTOR", "Said", "launched", "of_each", "wall"]
 
-#: Less than this much more or less is no difference to act on.
+#: Figures that differ by less than this factor give no reason to change anything.
 INTERVAL_FACTOR = 1.5
-#: What was measured and what to do, up to "would return", and seconds of wall time.
+#: A sentence (what was measured and what to do, up to "would return"), and the seconds of wall time it would return.
 Said = tuple[str, float]
 
 
@@ -23,5 +23,5 @@ def of_each(count: int, what: str) -> str:
 
 
 def launched(ledger: Ledger) -> bool:
-    """``resiliency run`` has started the job: it logs when it starts ranks."""
+    """True when ``resiliency run`` started the job, which shows because it logs each start of ranks."""
     return any(mark.kind == EventKind.RANKS_STARTED for mark in ledger.facts.marks)

@@ -1,4 +1,4 @@
-"""Groups segments into attempts of the job, and finds by how much hosts' clocks disagree. Pure."""
+"""Groups segments into attempts of the job, and finds by how many seconds hosts' clocks disagree. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from resiliency.telemetry.facts import RunFacts, Segment, parse_stamp
 
 __all__ = ["NO_OFFSETS", "Attempt", "Offsets", "clock_changes", "cluster", "host_offsets"]
 
-#: Ranks that start this far apart may still be of one attempt (image pulls, queueing).
+#: Ranks that start up to this many seconds apart may still be of one attempt (image pulls, queueing).
 START_SPREAD_S = 600.0
 #: A larger world size is an error in the log.
 MAX_RANKS = 1_000_000
@@ -20,10 +20,10 @@ SKEW_TOLERATED_S = 1.0
 
 
 class Offsets:
-    """Seconds by which hosts' clocks are ahead, by attempt: a clock may be mended between two of them."""
+    """Seconds by which hosts' clocks are ahead, by attempt, because a clock may be set right between two attempts."""
 
     def __init__(self) -> None:
-        #: The largest of each host that has one.
+        #: By host: its offset with the largest absolute value. Hosts without an offset are missing.
         self.hosts: dict[str, float] = {}
         self._segments: dict[int, float] = {}
         self._attempts: dict[tuple[int | None, str], float] = {}
@@ -32,13 +32,13 @@ class Offsets:
         return bool(self.hosts)
 
     def add(self, segment: Segment, seconds: float) -> None:
-        """Of a rank, in an attempt, the clock was ahead by so much."""
+        """Records that the clock was ``seconds`` ahead for the times of ``segment``."""
         if seconds:
             self._segments[id(segment)] = seconds
             self._largest(segment.host, seconds)
 
     def add_host(self, number: int | None, host: str, seconds: float) -> None:
-        """For the events of a host in the attempt of this number."""
+        """Records that the clock was ``seconds`` ahead for the events of ``host`` in attempt ``number``."""
         self._attempts[number, host] = seconds
         self._largest(host, seconds)
 
@@ -47,16 +47,17 @@ class Offsets:
             self.hosts[host] = seconds
 
     def same(self, segment: Segment, copy: Segment) -> None:
-        """``copy`` stands for ``segment`` from now on."""
+        """Gives ``copy``, which replaces ``segment``, the same offset."""
         if id(segment) in self._segments:
             self._segments[id(copy)] = self._segments[id(segment)]
 
     def of(self, segment: Segment) -> float:
-        """For the times of a rank in an attempt."""
+        """Seconds that the clock was ahead for the times of ``segment``; 0.0 when no offset is recorded."""
         return self._segments.get(id(segment), 0.0)
 
     def at(self, number: int | None, host: str) -> float:
-        """For an event of a host in the attempt of this number."""
+        """Seconds that the clock of ``host`` was ahead in attempt ``number``; the host's largest offset when none is
+        recorded for that attempt."""
         return self._attempts.get((number, host), self.hosts.get(host, 0.0))
 
 
@@ -90,7 +91,7 @@ class Attempt:
         logged.update(segment.world_before for segment in self.segments if segment.world_before)
         if not logged:
             return 0
-        # Where as many lines tell one as the other, the ranks that are there decide.
+        # When several sizes are logged equally often, the one that equals the number of ranks in the log wins.
         most = max(logged.values())
         told = [world for world, count in logged.items() if count == most]
         return min(len(self.lanes) if len(self.lanes) in told else told[0], MAX_RANKS)
@@ -115,7 +116,7 @@ def cluster(segments: Sequence[Segment], offsets: Offsets) -> list[Attempt]:
     for number, members in by_number.items():
         lanes = {segment.lane for segment in members}
         if number is not None and len(lanes) == len(members) and len({segment.host for segment in members}) > 1:
-            # Each rank has this number once: it is one attempt, by however much the clocks of its hosts disagree.
+            # Each rank has this number once, so it is one attempt, however far its hosts' clocks are apart.
             attempts.append(Attempt(number, {segment.lane: [segment] for segment in members}))
             continue
         members.sort(key=lambda segment: (_start(segment, offsets), segment.serial))
@@ -161,11 +162,12 @@ def _rejoins(late: Attempt, running: Attempt, offsets: Offsets) -> bool:
 
 
 def clock_changes(run: RunFacts) -> Offsets:
-    """By how much each host's clock was ahead in each attempt of what it showed to most of its events.
+    """Finds host clocks that were set: seconds ahead, in each attempt, of the setting that most of the host's events
+    have.
 
-    All processes of a machine have one clock that nobody sets, as long as it is up (``boot``), so it tells when the
-    other one was set between two attempts. Machines that do not tell their ``boot`` are left alone: another one may
-    have the same name.
+    All processes of one boot of a machine share a monotonic clock, which nobody sets, so it shows when the wall clock
+    was set between two attempts. Hosts that do not log their ``boot`` are skipped, because another machine may have
+    the same name.
     """
     everything = (*run.segments, *run.nodes, *run.others.values())
     boots: dict[str, set[str]] = {}
@@ -174,15 +176,16 @@ def clock_changes(run: RunFacts) -> Offsets:
             boots.setdefault(segment.host, set()).add(segment.boot)
     told: dict[tuple[str, str], list[tuple[float, Segment]]] = {}
     for segment in everything:
-        # Most events of a launcher tell no boot.
+        # Most launcher events carry no boot; it is the host's when that has only one.
         boot = segment.boot or (min(boots[segment.host]) if len(boots.get(segment.host, ())) == 1 else "")
         if boot and (base := segment.base) is not None:
             told.setdefault((segment.host, boot), []).append((base, segment))
     offsets = Offsets()
     for (host, _), bases in told.items():
         usual = _usual_base(bases)
+        # Launchers come last, because the last offset that is added becomes the host's.
         launchers = {id(segment) for segment in run.others.values()}
-        for base, segment in sorted(bases, key=lambda one: id(one[1]) in launchers):  # theirs count for the host
+        for base, segment in sorted(bases, key=lambda one: id(one[1]) in launchers):
             ahead = base - usual if abs(base - usual) > SKEW_TOLERATED_S else 0.0
             offsets.add(segment, ahead)
             offsets.add_host(segment.attempt, host, ahead)
@@ -190,7 +193,8 @@ def clock_changes(run: RunFacts) -> Offsets:
 
 
 def _usual_base(bases: Sequence[tuple[float, Segment]]) -> float:
-    """The one that most events speak for; those within a second of each other are one."""
+    """The base (UTC seconds at which the monotonic clock began) that most events agree on. Bases within a second of
+    each other count as one."""
     votes: list[list[float]] = []
     for base, segment in sorted(bases, key=lambda one: one[0]):
         if votes and base - votes[-1][0] <= SKEW_TOLERATED_S:
@@ -206,7 +210,7 @@ def host_offsets(attempts: Sequence[Attempt], usual_step_s: float, changes: Offs
     Ranks of a synchronous job end a step at the same moment, so the stamps of one step show the difference. With two
     hosts the clock of the lowest rank's host is the reference, with more the host with the median difference. An
     attempt that shows nothing (it ended before its first step) has the offsets of the one before, else of the next.
-    What a host's own two clocks have shown (``changes``) is taken out before, and is in the result.
+    ``changes`` (from :func:`clock_changes`) are subtracted before hosts are compared, and are part of the result.
     """
     hosts: list[str] = []
     found = [_differences(attempt, hosts, changes) for attempt in attempts]
@@ -228,7 +232,8 @@ def host_offsets(attempts: Sequence[Attempt], usual_step_s: float, changes: Offs
 
 
 def _differences(attempt: Attempt, hosts: list[str], changes: Offsets) -> dict[str, float]:
-    """Seconds by which hosts are ahead in one attempt; empty when it does not show. Adds its hosts to ``hosts``."""
+    """Seconds by which hosts are ahead in one attempt; empty when the log does not show it. Adds the attempt's hosts
+    to ``hosts``."""
     lanes = [attempt.lanes[lane][-1] for lane in sorted(attempt.lanes) if attempt.lanes[lane][-1].steps.high >= 0]
     for segment in lanes:
         if segment.host not in hosts:
@@ -242,7 +247,7 @@ def _differences(attempt: Attempt, hosts: list[str], changes: Offsets) -> dict[s
         windows = segment.steps.at_shift(shift)
         latest = max(windows, default=0)
         for key, window in windows.items():
-            # Where the clock was set between two steps, only the last of them is known to be right.
+            # When the clock was set between two steps, only the time of the last step is known to be right.
             if segment.was_set:
                 time = segment.last_step_time() if key == latest else None
             else:
@@ -250,7 +255,8 @@ def _differences(attempt: Attempt, hosts: list[str], changes: Offsets) -> dict[s
             if time is not None:
                 ends.setdefault((key, window.last_step), {}).setdefault(segment.host, time - changes.of(segment))
     compared = [times for times in ends.values() if len(times) > 1]
-    # One for all steps: some hosts show only one of them, and a mixture of references would be no difference at all.
+    # One reference host for all steps, because differences to different references cannot be compared. Some hosts have
+    # only one of the steps.
     shown = Counter(host for times in compared for host in times)
     reference = max((host for host in hosts if host in shown), key=lambda host: shown[host], default="")
     for times in compared:

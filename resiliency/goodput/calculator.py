@@ -40,7 +40,7 @@ _KINDS = frozenset(EVENT_TYPE_ORDER)
 
 
 class _Kept(Collector):
-    """Keeps the events of the older figures, too, each once."""
+    """A collector that also keeps, once each, the events that the older figures need."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,14 +48,14 @@ class _Kept(Collector):
         self._known: set[int] = set()
 
     def _take(self, run: RunFacts, record: Mapping[str, Any], kind: str, time: float, attempt: int | None) -> None:
-        if kind in _KINDS and id(record) not in self._known:  # one that had to wait for another is taken twice
+        if kind in _KINDS and id(record) not in self._known:  # an event that was held back is taken twice
             self._known.add(id(record))
             self.events.append(record if isinstance(record, dict) else dict(record))
         super()._take(run, record, kind, time, attempt)
 
 
 class _Reader(LogReader):
-    """Says which lines are no JSON."""
+    """A reader that reports each line that is not JSON."""
 
     def __init__(self, collector: Collector, say: Callable[[str], None]) -> None:
         super().__init__(collector)
@@ -69,7 +69,7 @@ class _Reader(LogReader):
 
 
 class GoodputCalculator:
-    """Drop-in for the older class of this name. Thread: one.
+    """Drop-in for the older class of this name. Use it from one thread.
 
     Args:
         job_name: the ``job_name`` in the events.
@@ -104,7 +104,7 @@ class GoodputCalculator:
 
         Raises:
             FileNotFoundError: ``local_log_path`` does not exist.
-            ConfigError: Cloud Logging was asked but cannot be used.
+            ConfigError: there is no ``local_log_path``, and Cloud Logging cannot be used.
         """
         events = self._from_files() if self.local_log_path else self._from_cloud()
         events.sort(key=_order)
@@ -144,8 +144,11 @@ class GoodputCalculator:
 
     @staticmethod
     def preprocess_events(events: list[dict[str, Any]], job_name: str | None = None) -> list[dict[str, Any]]:
-        """Events of one job in order, with a substitute for a missing ``user_scheduled``, and consecutive starts
-        or ends merged into one."""
+        """The events of one job in order of time.
+
+        When the first event is not ``user_scheduled``, a copy of it stands in for that. Of consecutive starts, or
+        ends, only the last is kept.
+        """
         if not events:
             return []
         name = job_name or events[0].get("job_name")
@@ -167,11 +170,11 @@ class GoodputCalculator:
     def calculate_goodput(
         self, events: list[dict[str, Any]], reference_step_time: float | None = None
     ) -> dict[str, Any]:
-        """The older figures, and ``badput_seconds``: our account of the same events.
+        """The older figures, and ``badput_seconds`` from our account of the run.
 
         Args:
             events: from :meth:`preprocess_events`.
-            reference_step_time: seconds a step should take; None: no percentage.
+            reference_step_time: seconds a step should take; None: ``goodput_percentage`` stays 0.
         """
         if not events:
             return {"error": "No events found", "goodput_percentage": 0, "total_runtime": 0, "useful_runtime": 0}
@@ -206,7 +209,7 @@ class GoodputCalculator:
     def _ours(self, events: list[dict[str, Any]], metrics: dict[str, Any]) -> None:
         """Fills in the figures that the older calculator leaves empty."""
         if self.local_log_path:
-            # All that the files hold, which is more than the six events of the older figures.
+            # Our account uses every event in the files, not only the six kinds of the older figures.
             if self._read is None:
                 self._from_files()
             assert self._read is not None
@@ -317,7 +320,8 @@ def get_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; 0, or 1 with a message on standard error."""
+    """Runs the command line. Returns 0, or 1 after an error (with a message on standard error) or when standard output
+    was closed."""
     args = get_parser().parse_args(argv)
     calculator = GoodputCalculator(
         job_name=args.job_name,
@@ -331,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         calculator.display_metrics(metrics)
         if args.export:
             calculator.export_metrics(metrics, args.export)
-    except BrokenPipeError:  # nobody reads any more, as after ``| head``
+    except BrokenPipeError:  # the reader of our output has ended, as ``| head`` does
         return 1
     except (OSError, ResiliencyError) as error:
         sys.stderr.write(f"calculator: {error}\n")

@@ -11,8 +11,12 @@ __all__ = ["fill_coarse", "lost_share"]
 
 
 def lost_share(timing: Timing, train: float) -> float:
-    """Share of the time between the start of training (``train``: known or estimated) and the last save that later
-    attempts had to run again."""
+    """Share, in [0, 1], of the time from the start of training to the last save whose work later attempts had to run
+    again.
+
+    Args:
+        train: start of training in UTC seconds, known or estimated.
+    """
     if timing.lost_above is None or not timing.saves:
         return 0.0
     points = [(train, timing.position or 0)]
@@ -28,9 +32,9 @@ def lost_share(timing: Timing, train: float) -> float:
 def fill_coarse(lane: Lane, timing: Timing, *, present: bool, pace: float | None, last: bool) -> None:
     """Adds one attempt to one host's time line.
 
-    After the last save the log is silent. If a later attempt had to start from that save, the work since then
-    is lost, but at most one usual interval between saves of it, because longer work would have saved again. The rest is
-    detection.
+    After the last save the log is silent. When the attempt failed, the silence counts as lost work for at most one
+    usual interval between saves, because training that went on longer would have saved again. The rest counts as
+    detection until the failure was noticed, and as restart when nothing in the log shows that.
 
     Args:
         present: the host took part in this attempt.
@@ -41,7 +45,8 @@ def fill_coarse(lane: Lane, timing: Timing, *, present: bool, pace: float | None
     stop = timing.window[1]
     train = timing.train
     if train is None and timing.saves:
-        # No load: the first interval contains the start-up too; the later intervals tell how long its training was.
+        # Without a load, the time to the first save also contains the start-up; the usual interval between saves tells
+        # how much of it was training.
         first = timing.saves[0][0]
         train = max(timing.window[0], first - pace) if pace is not None else timing.window[0]
     if train is None:

@@ -1,4 +1,4 @@
-"""Steps that a rank went on with after the next attempt had begun are no steps of the job. Pure."""
+"""Cuts off the steps that a rank of an old attempt ran after the next attempt had begun. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ __all__ = ["cut_attempts", "steps_until"]
 
 
 def cut_attempts(attempts: Sequence[Attempt], offsets: Offsets) -> None:
-    """Ends each attempt's steps where the next attempt begins; the attempts get copies of the segments it cuts."""
+    """Ends each attempt's steps where the next attempt begins. A segment that is cut is replaced by a shorter copy; the
+    original is not changed."""
     for attempt, following in zip(attempts, attempts[1:], strict=False):
         end = following.start(offsets)
         for pieces in attempt.lanes.values():
@@ -28,7 +29,8 @@ def cut_attempts(attempts: Sequence[Attempt], offsets: Offsets) -> None:
 
 
 def steps_until(steps: StepStats, time: float) -> StepStats:
-    """The steps that had ended by ``time``, UTC seconds by the host's clock; those of one window are taken as even."""
+    """The steps that had ended by ``time`` (UTC seconds by the host's clock). The steps of one window are taken as
+    equally long."""
     kept = StepStats()
     kept.shift = steps.shift
     first = steps.first_step
@@ -58,7 +60,7 @@ def steps_until(steps: StepStats, time: float) -> StepStats:
 
 
 def _share(window: Window, n: int, time: float) -> Window:
-    """Its first ``n`` steps, the last of which ended at ``time``."""
+    """The first ``n`` steps of a window, with its sums scaled down; the last of them ended at ``time``."""
     part = copy.copy(window)
     if not n:
         part.n = 0

@@ -1,4 +1,4 @@
-"""One attempt that has steps, on the time line of one rank: start, restore, training, and what follows. Pure."""
+"""Fills one rank's time line for an attempt that has steps: start, restore, training, and the time after it. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["LaneFiller"]
 
 
 class LaneFiller:
-    """Adds one attempt that has steps to one rank's time line."""
+    """Adds one attempt that has steps to one rank's time line. ``over`` is True when the log has the end of the job."""
 
     def __init__(
         self, lane: Lane, timing: Timing, offsets: Offsets, late: Stragglers, best: Best, *, over: bool
@@ -98,7 +98,7 @@ class LaneFiller:
         return part
 
     def _start(self, segment: Segment, train: float) -> None:
-        """From the start of the attempt to the first batch."""
+        """Fills the time from the start of the attempt to the first batch."""
         lane = self.lane
         imported = None
         if segment.process is not None and segment.callback is not None and segment.imports_s is not None:
@@ -124,7 +124,8 @@ class LaneFiller:
         lane.until(us(train), self.start_bucket, "start", rest)
 
     def _restore(self, segment: Segment, before: float | None, part: StartPart = StartPart.OTHER) -> bool:
-        """Splits off the part of the start-up that loaded a checkpoint; False when none did."""
+        """Splits off the part of the start-up that loaded a checkpoint. Returns False when no load is logged before
+        ``before``."""
         lane = self.lane
         loaded = self._at(segment, segment.loaded)
         if loaded is None or (before is not None and loaded > before):
@@ -137,7 +138,7 @@ class LaneFiller:
         return True
 
     def _tail(self, pieces: Sequence[Segment]) -> None:
-        """From the end of the last step to the start of the next attempt."""
+        """Fills the time from the end of the last step to the start of the next attempt."""
         lane, timing = self.lane, self.timing
         stop = us(timing.window[1])
         if timing.outcome in ("finished", "planned"):

@@ -1,4 +1,4 @@
-"""A training interval in pieces, as its steps tell, for what looks at a part of the run. Pure."""
+"""Divides a training interval into pieces, one for each window of its steps, for views of a part of the run. Pure."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Trained:
     """The steps of a training interval.
 
     Attributes:
-        steps: of the rank in the attempt.
-        start: of the interval, seconds on the job's clock.
-        offset: seconds by which the stamps are ahead.
+        steps: the steps of the rank in the attempt.
+        start: start of the interval, UTC seconds on the job's clock.
+        offset: seconds by which the steps' stamps are ahead of the job's clock.
         lost_above: steps after this one were run again; None: all were kept.
-        slow: stretches of it that were slower than the best.
+        slow: stretches of steps that were slower than the best stable step time.
     """
 
     steps: StepStats
@@ -35,8 +35,8 @@ class Trained:
 
 
 def finer(parts: Piece, trained: Trained) -> list[Piece]:
-    """``parts`` divided among the windows of the steps, in order. The sums by bucket are those of ``parts`` exactly;
-    a piece is as long as its parts."""
+    """Divides ``parts`` (microseconds by bucket) among the windows of the steps, in order. The pieces sum exactly to
+    ``parts``, bucket by bucket; a piece is as long as the sum of its parts."""
     windows = [window for _, window in sorted(trained.steps.windows.items()) if window.n]
     if not windows:
         return [parts]
@@ -50,7 +50,7 @@ def finer(parts: Piece, trained: Trained) -> list[Piece]:
 
 
 def _shares(total: int, weights: Sequence[float]) -> list[int]:
-    """``total`` in whole numbers, by weight."""
+    """Divides ``total`` into whole numbers in proportion to ``weights``."""
     whole, seen, given = sum(weights), 0.0, 0
     found = []
     for number, weight in enumerate(weights):
@@ -95,7 +95,8 @@ def _measured(bucket: Bucket, windows: Sequence[Window], trained: Trained) -> li
 
 
 def _gaps(windows: Sequence[Window], trained: Trained) -> list[float]:
-    """Time of each window that is no step, and of its longest step what is many times the usual."""
+    """Unexplained seconds of each window: the time between its steps, and what its longest step took beyond five times
+    the window's mean step."""
     found, before = [], trained.start
     for window in windows:
         stamp = parse_stamp(window.last_stamp)

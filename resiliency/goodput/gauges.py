@@ -1,4 +1,4 @@
-"""The account as gauges: for Prometheus, for TensorBoard, and the Grafana dashboard that shows them."""
+"""The account of a run as gauges for Prometheus and TensorBoard, and the Grafana dashboard that shows them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from resiliency.telemetry.sinks import ScalarFile, escape_label
 
 __all__ = ["GAUGES", "Sample", "dashboard", "gauges", "prometheus_text", "write_prometheus", "write_tensorboard"]
 
-#: Name -> help.
+#: Name of each gauge -> its help text.
 GAUGES: dict[str, str] = {
     "resiliency_goodput_ratio": "Share of all GPU time that was productive, over the whole account.",
     "resiliency_goodput_recent_ratio": "The same, over the last sixteenth of the account.",
@@ -32,7 +32,7 @@ GAUGES: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One value of a gauge; ``labels`` besides the run."""
+    """One value of a gauge; ``labels`` are those besides ``run``."""
 
     name: str
     value: float
@@ -43,7 +43,7 @@ def gauges(summary: Mapping[str, Any]) -> Iterator[Sample]:
     """All gauges of one run.
 
     Args:
-        summary: of :func:`~resiliency.goodput.summary.summarize`.
+        summary: result of :func:`~resiliency.goodput.summary.summarize`.
     """
 
     def sample(name: str, value: float, **labels: str) -> Sample:
@@ -88,10 +88,10 @@ def prometheus_text(summaries: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write_prometheus(path: str | os.PathLike[str], summaries: Sequence[Mapping[str, Any]]) -> None:
-    """Replaces a ``*.prom`` file for node_exporter's textfile collector, so that it is read whole.
+    """Replaces a ``*.prom`` file for node_exporter's textfile collector atomically, so that it never reads a part.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     draft = f"{os.fspath(path)}.{os.getpid()}.tmp"
     try:
@@ -105,7 +105,8 @@ def write_prometheus(path: str | os.PathLike[str], summaries: Sequence[Mapping[s
 
 
 def write_tensorboard(file: ScalarFile, summary: Mapping[str, Any]) -> None:
-    """Adds all gauges of a run as scalars ``goodput/...`` at its last step, by the time at which the account ends."""
+    """Adds all gauges of a run as scalars ``goodput/...`` at its last step, with the end of the account as their wall
+    time."""
     step = summary["steps"]["last"] or 0
     for one in gauges(summary):
         tag = one.name.removeprefix("resiliency_goodput_")

@@ -24,15 +24,16 @@ from resiliency.telemetry.facts import Mark, parse_stamp
 
 __all__ = ["Incident", "incidents"]
 
-#: At most this many incidents of each kind are kept, the costliest: tables show fewer, and say so.
+#: At most this many incidents of each kind are kept: the costliest of those that ended an attempt, the first of the
+#: others. Tables show fewer, and say so.
 MOST = 10_000
-#: Files of output that are named for one incident.
+#: At most this many output files are listed for one incident.
 MOST_LOGS = 4
-#: Slow steps shorter than this are not incidents.
+#: A slow step that took less than this many seconds more than the usual step is not an incident.
 STALL_S = 10.0
-#: Notices of the ranks of one host within this time are one incident.
+#: Equal notices from the ranks of one host within this many seconds are one incident.
 SAME_S = 5.0
-#: Notices, the most specific first.
+#: Kinds of events that say what ended an attempt, the most specific first.
 _TELLING = (
     EventKind.HOST_LOST,
     EventKind.OBSERVED,
@@ -46,7 +47,7 @@ _TELLING = (
 
 
 _HOW = ("signal", "exit_code")
-#: Marks this much before the last progress may be about the same failure.
+#: A mark up to this many seconds before the last progress may be about the failure that followed.
 NEAR_S = 300.0
 _CHANGES = frozenset({EventKind.HOST_SWAPPED, EventKind.WORLD_RESIZED})
 
@@ -56,8 +57,8 @@ class Incident:
     """One failure or other loss of time.
 
     Attributes:
-        time: UTC seconds: the last sign of progress before it.
-        attempt: index of the attempt it ended (or happened in).
+        time: UTC seconds: the last sign of progress before the attempt ended; for other incidents, when it was logged.
+        attempt: index, from 0, of the attempt that it ended (or happened in).
         what: what happened, a sentence fragment.
         where: host or rank, "" when unknown.
         remedy: what was done.
@@ -74,7 +75,7 @@ class Incident:
     gpu_s: dict[Bucket, float]
     lost_steps: int = 0
     ended_attempt: bool = True
-    #: Files with the output of the ranks it is about: of the one that is named, else of all.
+    #: Files with the output of the named rank, or of all ranks of the attempt when no rank is named.
     logs: tuple[str, ...] = ()
 
     @property
@@ -96,15 +97,16 @@ def incidents(ledger: Ledger) -> list[Incident]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Context:
-    """What all incidents of a run need, gathered once: there may be thousands of them.
+    """What all incidents of a run need, gathered once because there may be thousands of incidents.
 
     Attributes:
-        tails: microseconds by bucket, of each attempt, from its last step on.
-        starts: the same until its first batch, and of its first steps.
-        lost: microseconds of each attempt that were done again.
-        thrown: attempts whose work was lost, by the attempt that began before it.
-        told: what a supervisor has logged of incidents, and when it said the last of each.
-        changes: swaps of hosts and changes of the job's size.
+        tails: by attempt, GPU-microseconds by bucket after its last step.
+        starts: by attempt, GPU-microseconds by bucket before its first batch, and its warm-up.
+        lost: by attempt, GPU-microseconds of its work that later attempts ran again.
+        thrown: by attempt that began at an older step, the attempts whose work was lost by that.
+        told: marks of a supervisor that carry an incident's number.
+        last_told: the last of these marks, by incident number.
+        changes: marks of host swaps and of changes of the world size.
     """
 
     tails: dict[int, Counter[Bucket]]
@@ -198,7 +200,7 @@ def _describe(timing: Timing, following: Timing | None, near: Sequence[Mark]) ->
     near = [m for m in near if m.kind != EventKind.OBSERVED or m.fields.get("observation") in OBSERVATIONS]
     mark = min(near, key=_telling, default=None)
     if mark is not None and mark.kind == EventKind.WORKER_LOST:
-        # An agent sees that a rank has died, its launcher also how.
+        # An agent logs only that a rank died; the rank's launcher also logs its signal or exit code.
         same = (m for m in near if m.kind == mark.kind and m.rank == mark.rank and not m.fields.keys().isdisjoint(_HOW))
         mark = next(same, mark)
     if mark is None:
@@ -218,7 +220,7 @@ def _describe(timing: Timing, following: Timing | None, near: Sequence[Mark]) ->
     if mark.kind == EventKind.HOST_SWAPPED and fields.get("old"):
         where = str(fields["old"])
     elif "incident" in fields and mark.rank is None and "lost_host" not in fields:
-        where = ""  # its host is the supervisor's
+        where = ""  # the mark's host is the supervisor's, not the place of the incident
     if mark.kind == EventKind.WORKER_LOST:
         if fields.get("signal") not in (None, ""):
             return f"Worker killed by signal {fields['signal']}", where, mark.rank
@@ -247,12 +249,13 @@ def _describe(timing: Timing, following: Timing | None, near: Sequence[Mark]) ->
 
 
 def _loaded(timing: Timing) -> bool:
-    """Something in the log says that it began with a checkpoint."""
+    """True when the log shows that the attempt began by loading a checkpoint."""
     return any(segment.loaded is not None or segment.restore is not None for segment in timing.attempt.segments)
 
 
 def _telling(mark: Mark) -> float:
-    """Less for what tells more. That a rank is slow explains what is done about it, and no death."""
+    """Sort key of a mark: the more specific, the lower. A straggler comes after a lost worker, because a slow rank
+    explains a remedy but not a death."""
     after = EventKind.WORKER_LOST if mark.fields.get("observation") == "straggler" else None
     return _TELLING.index(mark.kind) if after is None else _TELLING.index(after) + 0.5
 
@@ -262,8 +265,8 @@ def _hosts(timing: Timing) -> dict[int, str]:
 
 
 def _remedy(timing: Timing, following: Timing | None, near: Sequence[Mark], supervised: str) -> str:
-    """What was done, from a supervisor's plans or a notice ``near`` the end, and from the next attempt. What was done
-    before, to begin with, is of no concern."""
+    """What was done about a failure, from the supervisor's plans or a mark ``near`` the end of the attempt, and from
+    the next attempt. The remedy that began the failed attempt does not count."""
     at = ""
     if following is not None and following.position is not None:
         source = next((s.loaded_from for s in following.attempt.segments if s.loaded_from), "")
@@ -303,7 +306,8 @@ _SURVIVED = {
 
 
 def _survived(ledger: Ledger) -> list[Incident]:
-    """Incidents that did not end an attempt. Notices of several ranks of one host at one time are one incident."""
+    """Incidents that did not end an attempt. Equal notices from several ranks of one host at one time are one
+    incident."""
     found = []
     told: dict[tuple[str, str], float] = {}
     for timing in ledger.timings:
@@ -329,7 +333,7 @@ def _minor(timing: Timing, mark: Mark) -> Incident:
 
 
 def _stalls(ledger: Ledger) -> list[Incident]:
-    """Steps of the lowest rank that took many times the usual and that no event explains."""
+    """Steps of the lowest rank that took many times the usual step time without an event that explains it."""
     found: list[Incident] = []
     for timing in ledger.timings:
         lanes: Sequence[int] = sorted(timing.attempt.lanes)

@@ -28,8 +28,8 @@ def us(seconds: float) -> int:
 class LaneInterval:
     """``[start_us, end_us)`` of one rank. ``parts`` are microseconds by bucket and sum to its length.
 
-    ``start_part`` says what of a start or restart it is; it means nothing in other buckets. ``trained`` holds the steps
-    of an interval of training.
+    ``start_part`` is the part of a start or restart that it belongs to; it means nothing in other buckets. ``trained``
+    holds the steps of a training interval; None: not known.
     """
 
     start_us: int
@@ -45,7 +45,8 @@ class LaneInterval:
         return self.end_us - self.start_us
 
     def pieces(self) -> list[LaneInterval]:
-        """An interval of training as its steps tell; any other as it is. They sum to it, bucket by bucket."""
+        """A training interval divided at the windows of its steps; any other interval undivided. The pieces sum to the
+        interval, bucket by bucket."""
         if self.trained is None:
             return [self]
         found, start = [], self.start_us
@@ -56,7 +57,8 @@ class LaneInterval:
         return found
 
     def within(self, start_us: int, end_us: int) -> list[LaneInterval]:
-        """What of it lies between two moments; of a piece that they cut, its share."""
+        """The pieces of the interval between two moments. A piece that reaches beyond one of them is scaled down to
+        the part inside."""
         if start_us <= self.start_us and self.end_us <= end_us:
             return [self]
         found = []
@@ -69,8 +71,8 @@ class LaneInterval:
 
 
 def apportion(amounts: dict[Name, int], total: int) -> dict[Name, int]:
-    """Scales non-negative ``amounts`` to whole numbers that sum to ``total`` (largest remainder); all zero stays
-    empty."""
+    """Scales non-negative ``amounts`` to whole numbers that sum to ``total`` (largest remainder). Returns {} when all
+    amounts, or the total, are 0."""
     have = sum(amounts.values())
     if have <= 0 or total <= 0:
         return {}
@@ -88,13 +90,14 @@ class Lane:
     def __init__(self, start_us: int, end_us: int) -> None:
         self.cursor = start_us
         self.end_us = end_us
-        #: No interval ends after this: the start of the next attempt.
+        #: No interval ends after this, the start of the next attempt.
         self.limit_us = end_us
         self.attempt = 0
         self.intervals: list[LaneInterval] = []
 
     def until(self, time_us: int, bucket: Bucket, phase: str, part: StartPart = StartPart.OTHER) -> None:
-        """Puts the time from the cursor to ``time_us`` into one bucket; nothing when that is in the past."""
+        """Puts the time from the cursor to ``time_us`` into one bucket; does nothing when ``time_us`` is not after the
+        cursor."""
         stop = min(time_us, self.limit_us)
         if stop > self.cursor:
             parts = {bucket: stop - self.cursor}

@@ -29,7 +29,7 @@ from resiliency.goodput.windows import ALL_TIME, Span, Windows, clip, kept_windo
 from resiliency.telemetry.facts import DAY_S, RunFacts, Segment
 from resiliency.telemetry.stepstats import StepStats
 
-#: What one line says and nothing else in the log bears out, as a note tells it.
+#: Quality counter -> the words of its note, for claims of single lines that nothing else in the log confirms.
 _SET_ASIDE = {
     "clock_readings_set_aside": ("reading", "of a clock that the other clock and the events around it contradict"),
     "starts_set_aside": ("age", "of a process or launcher that others of its host or attempt contradict"),
@@ -67,25 +67,25 @@ class Ledger:
     Attributes:
         run: its name.
         start: first moment, UTC seconds.
-        end: last moment.
-        wall: microseconds by bucket; sums to ``end - start`` exactly, without what is left out.
+        end: last moment, UTC seconds.
+        wall: microseconds by bucket; sums exactly to ``end - start`` minus the time that was left out.
         gpu: GPU-microseconds by bucket; sums to ``capacity`` times the wall time exactly.
         capacity: GPUs (ranks x GPUs per rank) the job holds when no rank is missing.
-        gpus_per_rank: GPUs that each rank (or host) stands for; what lanes hold is of one of them.
+        gpus_per_rank: GPUs that each rank (or host) stands for; ``lanes`` hold the time of one GPU per rank.
         unit: "rank", or "host" when only launchers logged.
         lanes: one time line per rank (or per group of ranks that share one).
         timings: the job's attempts.
-        splits: training time by cause of each (attempt, lane).
+        splits: by (attempt, lane), the training time by cause.
         late: stragglers by attempt.
-        offsets: the most seconds that hosts' clocks were ahead; all times here are already corrected.
-        clocks: the same for each attempt.
-        usual_step_s: usual step time over the whole run, None without steps.
-        facts: what was read.
+        offsets: by host, the most seconds that its clock was ahead; all times here are already corrected.
+        clocks: the offsets of each attempt.
+        usual_step_s: usual step time over the whole run; None without steps.
+        facts: what was read from the log.
         coarse: True when the log has no steps, so that progress is known from checkpoints only.
-        best_step_s: what a step should take to compute: the best stable step time, or the one that was given.
-        kept: what is left of the time, ``[first, last)`` in microseconds; the first begins at ``start``, the last one
-            ends at ``end``.
-        is_whole: nothing of the run's time was left out.
+        best_step_s: seconds a step should take to compute: the best stable step time, or the one that was given.
+        kept: the stretches of time that are accounted for, ``[first, last)`` in microseconds; the first one begins at
+            ``start``, the last one ends at ``end``.
+        is_whole: True when nothing of the run's time was left out.
     """
 
     run: str
@@ -115,12 +115,12 @@ class Ledger:
         return sum(last - first for first, last in self.kept)
 
     def kept_us(self, start: float, end: float) -> int:
-        """How much of a stretch of time, in UTC seconds, the account holds."""
+        """Microseconds from ``start`` to ``end`` (UTC seconds) that are accounted for."""
         low, high = us(start), us(end)
         return sum(max(0, min(high, last) - max(low, first)) for first, last in self.kept)
 
     def holds(self, time: float) -> bool:
-        """A moment, in UTC seconds, is in the account; its very end is, too."""
+        """True when the moment ``time`` (UTC seconds) is accounted for; the end of a kept stretch counts, too."""
         return any(first <= us(time) <= last for first, last in self.kept)
 
     @property
@@ -129,9 +129,9 @@ class Ledger:
         return self.wall[Bucket.PRODUCTIVE] / self.wall_us if self.wall_us else 0.0
 
     def start_parts(self, bucket: Bucket) -> dict[StartPart, tuple[int, int]]:
-        """What a start or restart is made of, in order: (wall, GPU) microseconds, which sum to those of the bucket.
+        """The parts of a start or restart in order, each with its (wall, GPU) microseconds, which sum to the bucket's.
 
-        Empty where no attempt's log splits it.
+        Empty when the log of no attempt splits the bucket.
         """
         gpu: dict[StartPart, int] = {}
         for lane in self.lanes:
@@ -159,15 +159,15 @@ def account(
     windows: Windows = ALL_TIME,
     reference_step_s: float | None = None,
 ) -> Ledger:
-    """Accounts for the time of one run.
+    """Accounts for the time of one run. Corrects wrong times in ``run`` in place first.
 
     Args:
         run: from a :class:`~resiliency.telemetry.collect.Collector`.
         until: end of the account in UTC seconds (a running job: now); None: the last event.
         capacity: ranks the job should have; None: the most that any attempt had.
         gpus_per_rank: GPUs each rank (or host, when only launchers logged) stands for.
-        windows: the part of the time that is looked at.
-        reference_step_s: what a step should take to compute; None: the best stable step time of the run.
+        windows: the part of the run's time to account for.
+        reference_step_s: seconds a step should take to compute; None: the best stable step time of the run.
     """
     straighten(run)
     ranks = [segment for segment in run.segments if not segment.aside]
@@ -190,7 +190,7 @@ def account(
     lanes: list[LaneAccount] = []
     splits: dict[tuple[int, int], list[TrainingSplit]] = {}
     pace = save_pace(timings)
-    worlds = [timing.attempt.world for timing in timings]  # once: each asks all ranks
+    worlds = [timing.attempt.world for timing in timings]  # once, because each looks at all ranks
     for number, copies in _lane_groups(attempts, capacity):
         lane = Lane(us(start), us(end))
         host = ""
@@ -258,7 +258,7 @@ def _bounds(run: RunFacts, attempts: Sequence[Attempt], offsets: Offsets, until:
     times = [attempt.start(offsets) for attempt in attempts] + [attempt.end(offsets) for attempt in attempts]
     times += [t for t in (run.scheduled, run.terminated) if t is not None]
     if attempts:
-        # Of the first attempt: a launcher that restarts ranks is the same for all.
+        # Only of the first attempt, because a launcher that restarts ranks is the same one in all attempts.
         launched = ((s.launched, offsets.of(s)) for s in attempts[0].segments)
         times += [time - offset for time, offset in launched if time is not None]
     times += [mark.time - offsets.at(mark.attempt, mark.host) for mark in run.marks]
@@ -285,7 +285,7 @@ def _usual(attempt: Attempt, overall: float | None) -> float | None:
 
 
 def _bests(attempts: Sequence[Attempt], overall: float | None) -> dict[tuple[int, int], Best]:
-    """By rank and size of the job: another number of ranks may have other steps."""
+    """The best stable step time by rank and world size, because steps may take longer or shorter at another size."""
     stats: dict[tuple[int, int], list[StepStats]] = {}
     for attempt in attempts:
         world = attempt.world

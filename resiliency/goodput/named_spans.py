@@ -1,4 +1,4 @@
-"""Work that the script has named: how often, how long, where on the time line. Pure."""
+"""Spans, the work that the script names: how often, how long, where on the time line. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_NAMES = 20
 
 @dataclass(frozen=True, kw_only=True)
 class NamedSpan:
-    """UTC seconds on the job's clock; ``ended`` False: the log ends within it."""
+    """One span, in UTC seconds on the job's clock. ``ended`` is False when the log ends before the span does."""
 
     name: str
     start: float
@@ -34,7 +34,7 @@ def _segments(ledger: Ledger) -> Iterator[tuple[int, int, Segment]]:
 
 
 def spans_of(ledger: Ledger) -> list[NamedSpan]:
-    """Those that are known one by one, in order of time, within the time that is looked at."""
+    """The spans whose times the log keeps one by one, within the accounted time, in order of time."""
     found = []
     for attempt, lane, segment in _segments(ledger):
         offset = ledger.clocks.of(segment)
@@ -54,7 +54,7 @@ def spans_of(ledger: Ledger) -> list[NamedSpan]:
 
 
 def span_rows(ledger: Ledger) -> list[dict[str, Any]]:
-    """By name, the longest first: how many there were on all ranks, on how many ranks, and their seconds."""
+    """One row per span name, the largest total first: count over all ranks, number of ranks, and seconds."""
     sums: dict[str, list[float]] = {}
     ranks: dict[str, set[int]] = {}
     longest: dict[str, float] = {}
@@ -64,7 +64,7 @@ def span_rows(ledger: Ledger) -> list[dict[str, Any]]:
         ranks.setdefault(one.name, set()).add(one.rank)
         if not ledger.is_whole or not one.ended:
             _add(sums, one.name, 1, seconds)
-    if ledger.is_whole:  # those of which only the sum is kept are in it, too
+    if ledger.is_whole:  # span_sums also count the spans that are not kept one by one
         for _, lane, segment in _segments(ledger):
             for name, (count, seconds) in segment.span_sums.items():
                 ranks.setdefault(name, set()).add(lane)

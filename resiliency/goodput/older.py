@@ -71,7 +71,7 @@ def _pace(ledger: Ledger) -> float | None:
 def _reasons(
     ledger: Ledger, share: float, kept: int, loaded: int, saved: int, reference: float, runtime: float
 ) -> list[str]:
-    """Why it differs from ours, in percentage points that add up to the difference."""
+    """Why the older figure differs from ours, in percentage points that add up to the difference."""
     difference = (share - ledger.goodput) * 100
     if abs(difference) < 0.1:
         return ["both agree"]

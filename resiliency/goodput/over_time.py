@@ -1,7 +1,7 @@
 """Goodput as it changes over the run. Pure.
 
-The run is divided into equal columns. A column's figure is that of the stretch of time that ends with it (rolling), so
-that one restart does not hide in an average over days, and one slow step does not look like one.
+The run is divided into equal columns. A column's figure is rolling: goodput of the last few columns up to this one. So
+one restart does not hide in an average over days, and one slow step does not look like a restart.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from resiliency.goodput.taxonomy import Bucket
 __all__ = ["Column", "Point", "columns_of", "over_time"]
 
 COLUMNS = 96
-#: Columns that one figure is of.
+#: Number of columns that one rolling figure covers, its own included.
 ROLLING = 6
-#: Ranks that are looked at, evenly chosen, where there are more.
+#: With more lanes than this, at most this many are used, evenly chosen.
 MOST_LANES = 64
 
 
@@ -36,8 +36,11 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Goodput at the end of a column, UTC seconds: of the stretch that ends there, and of the run so far. Shares in
-    [0, 1]; ``worst`` is what cost most in the column."""
+    """Goodput at the end of a column (``time``, UTC seconds), as shares in [0, 1].
+
+    ``goodput`` is the rolling figure, ``so_far`` that of the run up to here. ``worst`` is the bucket other than
+    productive with the most time in the column; None when there is none.
+    """
 
     time: float
     goodput: float
@@ -76,7 +79,7 @@ def _add(columns: list[Column], piece: LaneInterval, copies: int, begin: int, en
 
 
 def over_time(ledger: Ledger) -> list[Point]:
-    """Rolling goodput; nothing for columns without any time (left out)."""
+    """One point per column, except for columns whose time was left out."""
     columns = columns_of(ledger)
     points: list[Point] = []
     done = whole = 0.0

@@ -31,17 +31,18 @@ MOST_PIECES = 240
 MOST_HOSTS = 24
 MOST_ATTEMPTS = 60
 MOST_INCIDENTS = 100
-#: Those that cost the most are seen at once, the others when they are opened.
+#: Rows that are shown at once, those that cost the most; the reader opens the others.
 ATTEMPTS_OPEN = 3
 INCIDENTS_OPEN = 3
-#: Spans on the time line, the longest ones; attempts, too.
+#: At most this many spans, and attempts, are drawn on the time line: the longest ones.
 MOST_SPANS = 200
 MOST_ATTEMPTS_DRAWN = 400
-#: Numbers of incidents that would overlap are dots: percent of the width that one takes, on a wide page and on a phone.
+#: Width of an incident's number in percent of the time line, on a wide page and on a phone. A number that would overlap
+#: another one becomes a dot.
 NUMBER_WIDE, NUMBER_NARROW = 2.1, 6.0
-#: Of the plot of step times: stretches with saves in flight, and steps beyond the scale, the longest ones.
+#: In the plot of step times: at most this many stretches with saves in flight, and steps beyond the scale (longest).
 MOST_FLIGHTS, MOST_CUT = 500, 60
-#: A host's name with a longer beginning that all hosts have is shown without it.
+#: A beginning that all host names share is left out when it is longer than this many letters.
 LONG_BEGINNING = 6
 PLOT_WIDTH, PLOT_HEIGHT = 1000, 160
 CURVE_WIDTH, CURVE_HEIGHT = 1000, 100
@@ -76,8 +77,8 @@ def render_page(runs: Sequence[tuple[dict[str, Any], Ledger]]) -> str:
 
 
 def write_page(path: str | os.PathLike[str], runs: Sequence[tuple[dict[str, Any], Ledger]]) -> None:
-    """Writes the page to a temp file and renames it, so that a reader sees the old page or the new one. Makes the
-    folder where there is none.
+    """Writes the page to a temp file and renames it, so that a reader sees the old page or the new one. Creates the
+    folder if needed.
 
     Raises:
         ConfigError: jinja2 is not installed.
@@ -87,7 +88,7 @@ def write_page(path: str | os.PathLike[str], runs: Sequence[tuple[dict[str, Any]
     text = render_page(runs)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:  # what is there is no folder
+    except FileExistsError as error:  # the parent's path exists and is not a folder
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename) from error
     handle, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
@@ -101,7 +102,7 @@ def write_page(path: str | os.PathLike[str], runs: Sequence[tuple[dict[str, Any]
 
 
 def _view(summary: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
-    """The data the template needs of one run."""
+    """The data of one run that the template needs."""
     start, wall = ledger.start, max(1e-6, ledger.end - ledger.start)
     incidents = sorted(summary["incidents"], key=lambda row: -row["cost_gpu_s"])[:MOST_INCIDENTS]
     dearest = {row["time"] for row in incidents[:INCIDENTS_OPEN]}
@@ -169,7 +170,8 @@ def _view(summary: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
 
 
 def _crowd(incidents: list[dict[str, Any]]) -> None:
-    """Says which numbers have no room on the time line; those of the dearest incidents have."""
+    """Sets each incident's ``crowd``: "" when its number has room on the time line, else the width without room. The
+    costliest incidents get room first."""
     for incident in incidents:
         incident["crowd"], incident["left"] = "", min(max(incident["left"], 1.0), 99.0)
     for words, room in (("near", NUMBER_NARROW), ("near close", NUMBER_WIDE)):
@@ -187,12 +189,13 @@ def _longest(attempts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _uri(path: str) -> str:
-    """Opens the file where the page is read on a machine that has it; "" for a path that is none."""
+    """A ``file:`` link, which works where the page is read on a machine that has the file; "" when ``path`` is not
+    absolute."""
     return Path(path).as_uri() if path.startswith("/") else ""
 
 
 def _holes(ledger: Ledger, start: float, wall: float) -> list[dict[str, Any]]:
-    """Stretches between the first and the last moment that are left out."""
+    """Stretches that were left out, between the first and the last moment of the account."""
     gaps = [(before[1], after[0]) for before, after in zip(ledger.kept, ledger.kept[1:], strict=False)]
     return [
         {
@@ -245,7 +248,7 @@ def _curve(summary: dict[str, Any], start: float, wall: float) -> dict[str, Any]
 
 
 def _span_pieces(ledger: Ledger, start: float, wall: float) -> list[dict[str, Any]]:
-    """Those of the lowest rank that has any."""
+    """The spans of the lowest rank that has any, for the time line."""
     found = spans_of(ledger)
     lowest = min((one.rank for one in found), default=0)
     found = sorted((one for one in found if one.rank == lowest), key=lambda one: one.start - one.end)[:MOST_SPANS]
@@ -314,14 +317,15 @@ def _rows(ledger: Ledger, wall: float) -> tuple[list[dict[str, Any]], int]:
 
 
 def _host_labels(names: Sequence[str]) -> dict[str, str]:
-    """What tells hosts apart, where their names begin alike for long: there is room for some fifteen letters."""
+    """Labels by host name. A long beginning that all names share is replaced by an ellipsis, because a label has room
+    for some fifteen letters."""
     alike = re.match(r".*[-_.]|", os.path.commonprefix(list(names)))
     begin = len(alike[0]) if alike is not None and len(names) > 1 else 0
     return {name: f"\u2026{name[begin:]}" if begin > LONG_BEGINNING else name for name in names}
 
 
 def _pieces(lane: LaneAccount, ledger: Ledger, wall: float) -> list[dict[str, Any]]:
-    """Coloured pieces of one row; lost work is drawn at the end of its attempt, when it was done."""
+    """Coloured pieces of one row. Lost work is drawn at the end of its training interval, because it was done last."""
     cuts: list[tuple[int, int, Bucket, int]] = []
     for interval in lane.intervals:
         main = _main(interval)
@@ -426,8 +430,12 @@ def _plot(ledger: Ledger, start: float, wall: float) -> dict[str, Any] | None:
 
 
 def _flights(stretches: list[tuple[float, float, float]]) -> list[dict[str, float]]:
-    """Stretches from one percent of the width to another, each with its share of steps; where there are many, by
-    column."""
+    """Stretches with saves in flight, for the template.
+
+    Args:
+        stretches: begin and end in percent of the width, and the share of steps with a save in flight. More than
+            MOST_FLIGHTS of them are merged into equal columns.
+    """
     if len(stretches) > MOST_FLIGHTS:
         width, shares = 100 / MOST_FLIGHTS, [0.0] * MOST_FLIGHTS
         for first, last, share in stretches:

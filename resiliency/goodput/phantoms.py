@@ -1,7 +1,8 @@
-"""Lines that name an attempt or a rank that never was: one wrong number must not become a part of the job. Pure.
+"""Sets aside lines that name an attempt or a rank that never existed, so that one wrong number does not become a part
+of the job. Pure.
 
-A process that dies at once leaves one line, too. What tells both apart: its line is the start of a process, which no
-other one misses, and no other process of its rank wrote before and after it.
+A process that dies at once also leaves a single line. It differs from a wrong line: its line is a process start that
+no other process lacks, and no other process of its rank wrote both before and after it.
 """
 
 from __future__ import annotations
@@ -15,27 +16,31 @@ from resiliency.telemetry.facts import RunFacts, Segment
 
 __all__ = ["set_phantoms_aside", "set_sizes_aside"]
 
-#: By lane, in order of their beginnings.
+#: Segments by lane, each list ordered by the first event.
 _Lanes = Mapping[int, Sequence[Segment]]
 
 
 def set_phantoms_aside(run: RunFacts) -> int:
-    """Marks segments that are one line, of a rank beyond the size of the job or of an attempt that nothing else tells
-    of, and takes single lines out of segments between whose events another attempt of the same rank lived.
+    """Finds lines with a wrong attempt or rank.
+
+    A segment of a single line is set aside (``aside``) when its rank is beyond the size of the job, or nothing else in
+    the log tells of its attempt. The first line of a longer segment is taken out when another attempt of the same rank
+    lived between that line and the next.
 
     Returns:
-        How many lines are set aside, now or before. A line that is followed by others is taken back.
+        How many lines are set aside, by this call or an earlier one. A single line that got others since then counts
+        as a process again.
     """
     lived = [segment for segment in run.segments if segment.lines > 1]
     if not lived:
         return run.lines_held
-    # Of all lines where the start of the only process that lived is the wrong one.
+    # All segments are asked when no process with several lines tells a size: its start line may be the wrong one.
     worlds = Counter(segment.world for segment in lived if segment.world) or Counter(
         segment.world for segment in run.segments if segment.world
     )
     usual = worlds.most_common(1)[0][0] if worlds else 0
     numbers = {segment.attempt for segment in lived}
-    # Launchers and agents bear an attempt out, too: they tell of ranks that died before a second line.
+    # Events of launchers and agents confirm an attempt, too: its ranks may have died before their second line.
     numbers.update(mark.attempt for mark in run.marks if mark.hosts_clock)
     all_numbers = numbers | {segment.attempt for segment in run.segments}
     by_lane: dict[int, list[Segment]] = defaultdict(list)
@@ -47,7 +52,7 @@ def set_phantoms_aside(run: RunFacts) -> int:
         processes[segment.attempt, segment.lane].add(segment.host)
         if segment.started is None and not segment.rollback:
             startless.add((segment.attempt, segment.host))
-    #: Of the process that misses one, the start that is the nearest.
+    #: By process without a start line: the nearest start, with its distance in seconds.
     missed: dict[int, tuple[float, Segment]] = {}
     sizes, lines = _sizes(run), Counter(segment.attempt for segment in run.segments)
     tells_starts = 2 * sum(segment.started is not None for segment in lived) > len(lived)
@@ -59,12 +64,12 @@ def set_phantoms_aside(run: RunFacts) -> int:
         alone = number not in numbers and lines[number] == 1
         segment.aside = (
             (0 < usual <= lane and lane not in by_lane and lane >= sizes.get(number, 0))
-            # A single step beside the other lines of its rank and attempt is one that could not be put among them.
+            # A single step apart from the other lines of its rank and attempt is one that did not fit among them.
             or (segment.steps.high >= 0 and (number, lane) in processes)
-            # A process that dies at once has written its start.
+            # The only line of an attempt must be a process start, because a process that dies at once has written that.
             or (alone and tells_starts and segment.started is None)
             or (alone and not tells_starts and not _is_next(number, all_numbers))
-            # A line of another host is of another rank, unless a process of this one was started there.
+            # A line from another host belongs to another rank, unless a process of this rank was started there.
             or (
                 segment.host not in processes.get((number, lane), (segment.host,))
                 and (segment.started is None or (tells_starts and (number, segment.host) in startless))
@@ -89,8 +94,11 @@ def set_phantoms_aside(run: RunFacts) -> int:
 
 
 def set_sizes_aside(run: RunFacts) -> int:
-    """Marks the size of a job that is larger than all others and told by the one line of a process, where launchers
-    have not started so many; how many. It would be what the whole job has."""
+    """Marks wrong sizes of the job (``size_aside``), which would count as the capacity of the whole job.
+
+    A size is wrong when only a segment of a single line tells it, and it is larger than every size that several
+    segments tell, than the ranks in the log, and than the ranks that launchers started. Returns how many are marked.
+    """
     told: Counter[int] = Counter()
     for one in run.segments:
         told.update({size for size in (one.world, one.world_before) if size and not one.aside})
@@ -126,7 +134,7 @@ def _sizes(run: RunFacts) -> dict[int | None, int]:
 
 
 def _is_next(number: int | None, numbers: set[int | None]) -> bool:
-    """The number of an attempt follows that of another one, or comes before it."""
+    """True when the attempt just before or after ``number`` is among ``numbers``."""
     return number is not None and not {number - 1, number + 1}.isdisjoint(numbers)
 
 
@@ -135,24 +143,24 @@ def _apart(one: tuple[float, Segment]) -> float:
 
 
 def _misses_start(segment: Segment, lane: Sequence[Segment]) -> Segment | None:
-    """The process next to this start that has none of its own."""
+    """The process just before or after this start that has no start line of its own; None when both have one."""
     time = segment.began
     if time is None:
         return None
     after = bisect_right(lane, time, key=lambda one: one.began or 0.0)
-    # The one before, too: its clock may have been set back since.
+    # Also the process before it, because its clock may have been set back since.
     near = lane[max(0, after - 1) : after + 1]
     found = (one for one in near if one.started is None and not one.rollback and one.has_clocks_of(segment))
     return next(found, None)
 
 
 def _is_of_another(segment: Segment, lane: Sequence[Segment]) -> bool:
-    """Another attempt of the same rank was alive then."""
+    """True when another attempt of the same rank was alive at the time of this line."""
     time = segment.began
     if time is None:
         return False
     after = bisect_right(lane, time, key=lambda one: one.began or 0.0)
-    # Overlapping attempts of one rank are few; the last ones that began before are looked at.
+    # Few attempts of one rank overlap, so that the last four that began before this line are enough.
     return any(
         one.end is not None and time <= one.end and one.attempt != segment.attempt and one.has_clocks_of(segment)
         for one in lane[max(0, after - 4) : after]
@@ -160,9 +168,10 @@ def _is_of_another(segment: Segment, lane: Sequence[Segment]) -> bool:
 
 
 def _take_out(ranks: Sequence[Segment], tells_starts: bool) -> int:
-    """Takes the first event out of each segment of a rank when another attempt lies between it and the next one."""
+    """Takes the first event out of each segment of a rank when another attempt lived between it and the next event.
+    Returns how many were taken out."""
     moments = [(segment, segment.moments()) for segment in ranks]
-    # What each did, without its first and last line, which may be the wrong ones themselves.
+    # The events of each segment without the first and the last one, which may themselves be wrong.
     lives = sorted((time, place) for place, (_, times) in enumerate(moments) for time in times[1:-1])
     taken = 0
     for segment, times in moments:

@@ -1,4 +1,4 @@
-"""What was done about an incident, in words, from what a supervisor has logged. Pure."""
+"""Words for what was done about an incident, from the events that a supervisor logged. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REMEDIES = {
     "wait": "waited for hosts",
     "stop": "stopped",
 }
-#: Of a supervisor's ``observed``: what a report calls it.
+#: What a report calls the ``observation`` of a supervisor's ``observed`` event.
 OBSERVATIONS = {
     "device_fault": "Device fault",
     "host_unhealthy": "Host unhealthy",
@@ -33,12 +33,12 @@ OBSERVATIONS = {
 
 
 def remedy_words(kind: str) -> str:
-    """What a report calls a supervisor's ``remedy``."""
+    """What a report calls a supervisor's ``remedy``; an unknown one keeps its name, with spaces for underscores."""
     return _REMEDIES.get(kind, kind.replace("_", " "))
 
 
 def last_told(known: Sequence[Mark]) -> dict[object, Mark]:
-    """What the supervisor has said last of each incident, by its number."""
+    """The last mark of each incident, by the number that the supervisor gave it."""
     last: dict[object, Mark] = {}
     for mark in known:
         number = mark.fields.get("incident")
@@ -48,26 +48,27 @@ def last_told(known: Sequence[Mark]) -> dict[object, Mark]:
 
 
 def was_over(last: Mark | None, progress: float, *, near_s: float) -> bool:
-    """Whether an incident was over when an attempt last made ``progress``, so that it did not end it.
+    """True when an incident was over before an attempt's last ``progress``, so that it did not end the attempt.
 
-    Over is one of which the supervisor has said the last ``near_s`` before, or of which the last word is that its plan
-    is done: what began an attempt may have been done a second before that attempt was lost.
+    It was over when its last mark is more than ``near_s`` seconds older than the progress. A last mark that closes the
+    incident, or says that its plan is done, may be any time older, because the plan that began an attempt may have been
+    done only a second before the attempt was lost.
     """
     return last is not None and last.time < progress - (0.0 if _is_done(last) else near_s)
 
 
 def marks_of_incident(near: Sequence[Mark], known: Sequence[Mark]) -> list[Mark]:
-    """All that the supervisor has logged of the incidents that the marks ``near`` a failure are about, in order."""
+    """The marks in ``known`` of all incidents that the marks ``near`` a failure belong to, in order of time."""
     numbers = {mark.fields["incident"] for mark in near if mark.fields.get("incident") is not None}
     return sorted((mark for mark in known if mark.fields.get("incident") in numbers), key=lambda mark: mark.time)
 
 
 def supervised_remedy(marks: Sequence[Mark], swaps: Sequence[Mark]) -> str:
-    """Its plans one after the other, with how each ended; "" when it had none.
+    """The supervisor's plans for an incident in order, each with its outcome; "" when there was no plan.
 
     Args:
-        marks: of the incident, in order of time.
-        swaps: ``host_swapped`` and ``world_resized`` of the same time, which name hosts and sizes.
+        marks: the marks of the incident, in order of time.
+        swaps: marks ``host_swapped`` and ``world_resized``; those during a plan name its hosts and sizes.
     """
     said = []
     asked = {mark.fields.get("plan") for mark in marks if mark.kind == EventKind.RESTART_REQUESTED}
@@ -77,7 +78,8 @@ def supervised_remedy(marks: Sequence[Mark], swaps: Sequence[Mark]) -> str:
             end = next((other for other in ends if other.fields.get("plan") == mark.fields.get("plan")), None)
             said.append(_plan(mark, end, swaps))
         elif mark.kind == EventKind.PLAN_ENDED and mark.fields.get("plan") not in asked:
-            # A supervisor that is killed has its plans on disk, and their lines in the log not always.
+            # The line that began this plan may be missing: a killed supervisor has its plans on disk, but did not
+            # always log them.
             said.append(_plan(marks[0], mark, swaps, is_begin_known=False))
     return ", then ".join(said)
 

@@ -1,9 +1,10 @@
-"""Steps that became slower for good: against the best stable step time of the rank, or a given one. Pure.
+"""Finds steps that became slower for long, against the best stable step time of the rank or a given one. Pure.
 
 The **best stable step time** of a rank at one size of the job: its steps are taken in stretches of 16 or more, each
 with its mean computing time (without waits for data and saves, validation, the loop, and what the first steps take
-longer), smoothed as the median of three neighbours; it is the time that a tenth of the steps keep to. So neither the
-fastest step nor a lucky stretch sets it, and one slow step, or one slow stretch, is no slowdown.
+longer). The means are smoothed as the median of three neighbours. The fastest tenth of the steps take the best stable
+step time or less. So neither the fastest step nor a lucky stretch sets it, and one slow step, or one slow stretch, is
+no slowdown.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from resiliency.telemetry.stepstats import StepStats
 
 __all__ = ["NO_BEST", "Best", "SlowStretch", "best_stable", "slow_stretches"]
 
-#: Stretches are of 16 steps or more, of which at least half are there.
+#: A stretch covers 16 step numbers or more. One with fewer than half of 16 steps in the log is merged into a neighbour.
 STRETCH_SHIFT = 4
 LEAST_STEPS = 1 << (STRETCH_SHIFT - 1)
-#: Fewer steps than this have no best.
+#: With fewer steps than this there is no best stable step time.
 ENOUGH_STEPS = 4 << STRETCH_SHIFT
 #: This share of the steps was as fast as the best, or faster.
 BEST_SHARE = 0.10
@@ -29,7 +30,7 @@ TOLERANCE = 0.10
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """What a step should take, in seconds (None: unknown), and the share by which it may be longer."""
+    """Seconds that a step should take (None: unknown), and the share by which it may be longer without being slow."""
 
     step_s: float | None
     tolerance: float = TOLERANCE
@@ -40,7 +41,7 @@ NO_BEST = Best(step_s=None)
 
 @dataclass(frozen=True, kw_only=True)
 class SlowStretch:
-    """Steps ``first`` to ``last``, of which ``n`` are known, each ``per_step_s`` longer than the best."""
+    """Steps ``first`` to ``last``, of which ``n`` are in the log; each took ``per_step_s`` longer than the best."""
 
     first: int
     last: int
@@ -54,7 +55,7 @@ class SlowStretch:
 
 @dataclass
 class _Stretch:
-    """Steps ``first`` to ``last``, of which ``n`` are known."""
+    """Steps ``first`` to ``last``, of which ``n`` are in the log and took ``seconds`` of computing time together."""
 
     first: int
     last: int
@@ -67,11 +68,11 @@ class _Stretch:
 
 
 def _stretches(steps: StepStats, usual_s: float, in_flight_s: float = 0.0) -> list[_Stretch]:
-    """Computing times over stretches of steps; one with few steps is a part of its neighbour.
+    """Computing times over stretches of steps; [] when there are too few steps for one stretch.
 
     Args:
-        usual_s: usual step time, which first steps exceed.
-        in_flight_s: what a step with a save in flight takes longer.
+        usual_s: usual step time in seconds; what the first steps of an attempt take beyond it is left out.
+        in_flight_s: seconds by which a save in flight makes a step longer; left out, too.
     """
     shift = max(STRETCH_SHIFT, steps.shift)
     warm: dict[int, float] = {}
@@ -92,7 +93,7 @@ def _stretches(steps: StepStats, usual_s: float, in_flight_s: float = 0.0) -> li
 
 
 def _sums(steps: StepStats, shift: int) -> dict[int, tuple[int, float, int]]:
-    """Steps, computing time and steps with a save in flight, by step number shifted so."""
+    """(steps, computing seconds, steps with a save in flight) by step number shifted right by ``shift`` bits."""
     wider = shift - steps.shift
     found: dict[int, tuple[int, float, int]] = {}
     for key, window in steps.windows.items():
@@ -103,7 +104,8 @@ def _sums(steps: StepStats, shift: int) -> dict[int, tuple[int, float, int]]:
 
 
 def _smooth(means: Sequence[float]) -> list[float]:
-    """The median of each with its neighbours; at an end with the two that follow, of two the smaller."""
+    """Replaces each mean by the median of it and its two neighbours; the first and last by the median of the three at
+    their end. Of one or two means, each becomes the smallest."""
     if len(means) < 3:
         return [min(means)] * len(means)
     middle = [median(means[i - 1 : i + 2]) for i in range(1, len(means) - 1)]
@@ -111,11 +113,11 @@ def _smooth(means: Sequence[float]) -> list[float]:
 
 
 def best_stable(stats: Sequence[StepStats], usual_s: float | None) -> float | None:
-    """The best stable step time of a rank, see the module; None with too few steps.
+    """The best stable step time of a rank in seconds, see the module; None with too few steps.
 
     Args:
-        stats: its steps in the attempts of one size.
-        usual_s: usual step time.
+        stats: the rank's steps in the attempts of one world size.
+        usual_s: usual step time in seconds.
     """
     if not usual_s:
         return None
@@ -137,11 +139,12 @@ def best_stable(stats: Sequence[StepStats], usual_s: float | None) -> float | No
 
 
 def slow_stretches(steps: StepStats, best: Best, usual_s: float, in_flight_s: float) -> list[SlowStretch]:
-    """Sustained stretches that took longer than the best.
+    """The sustained stretches whose steps took longer than the best by more than its tolerance.
 
     Args:
-        usual_s: usual step time of the attempt.
-        in_flight_s: what a step with a save in flight takes longer, which has a cause of its own.
+        usual_s: usual step time of the attempt in seconds.
+        in_flight_s: seconds by which a save in flight makes a step longer; not counted, because interference is a
+            cause of its own.
     """
     if best.step_s is None or steps.high < 0:
         return []

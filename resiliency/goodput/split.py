@@ -39,7 +39,7 @@ class TrainingSplit:
     warm_up_s: float = 0.0
     straggler_s: float = 0.0
     slow_s: float = 0.0
-    #: What steps took longer than the best stable ones for long, and where.
+    #: Seconds that sustained stretches took longer than the best stable step time, and those stretches.
     slowdown_s: float = 0.0
     slow: list[SlowStretch] = field(default_factory=list)
     eval_s: float = 0.0
@@ -114,10 +114,10 @@ def split_training(
     """Divides the steps of one segment.
 
     Args:
-        segment: its steps.
+        segment: the segment with the steps.
         usual_s: usual step time of the attempt in seconds, for ranks with too few steps of their own.
         late: stragglers of the attempt.
-        pieces: segments this lane has in the attempt; its straggler time is shared among them.
+        pieces: number of segments of this lane in the attempt, which share its straggler time equally.
         best: what a step of this rank should take.
     """
     stats = segment.steps
@@ -168,13 +168,13 @@ def split_training(
 
     left = max(0.0, compute - part.warm_up_s - part.slow_s - part.interference_s)
     lane = segment.lane
-    # At most what exceeds a step without waiting: warm-up and slow steps are counted already.
+    # At most the time beyond that of steps without waiting, because warm-up and slow steps are already counted.
     base = max(0.0, late.base.get(lane, usual) - part.interference_s / max(1, total.n))
     part.straggler_s = min(late.waits.get(lane, 0.0) / pieces, max(0.0, left - total.n * base))
     part.straggler_gap_s = late.gaps.get(lane, 0.0) / pieces
     in_flight = part.interference_s / flight_n if flight_n else 0.0
     part.slow = slow_stretches(stats, best, usual, in_flight)
-    # Straggler excess and stalls within the steps are in the times that were compared, too.
+    # Straggler excess and stalls within the steps are taken out, because the compared times contain them.
     slower = sum(stretch.excess_s for stretch in part.slow) - part.straggler_s - hidden
     part.slowdown_s = max(0.0, min(slower, left - part.straggler_s))
     part.productive_s = left - part.straggler_s - part.slowdown_s
@@ -199,7 +199,7 @@ def stragglers(lanes: Mapping[int, StepStats]) -> Stragglers:
 
     There are three kinds of logs: ranks that log how long they worked before they first waited for others
     (``busy_s``), ranks whose step times differ (they do not wait inside the step), and ranks whose step times are equal
-    because a collective makes the fast ones wait; from the last, only waits for data and saves are known.
+    because a collective makes the fast ones wait. In the last kind, only waits for data and saves tell who is slow.
     """
     found = Stragglers()
     if len(lanes) < 2:
@@ -225,7 +225,7 @@ def stragglers(lanes: Mapping[int, StepStats]) -> Stragglers:
 
 
 def _compare(rows: list[_WindowRow], found: Stragglers, plain: dict[int, list[float]]) -> None:
-    """One window: who was slowest, and what each lane waited for it."""
+    """Adds one window to ``found``: which lane was slowest, and how long each lane waited for it."""
     steps = [row.step for row in rows]
     synchronous = max(steps) - min(steps) <= SYNCHRONOUS_SHARE * max(steps)
     floor = min(row.compute for row in rows)

@@ -1,8 +1,8 @@
-"""Sets wrong stamps aright, or aside. Pure.
+"""Corrects wrong time stamps, or sets them aside. Pure.
 
-A process tells two times with each event: the clock that people set, and one that nobody sets. By the second its events
-keep their distances, and what most of them say decides where on the first they lie. What then is still far from
-everything else is no time of the job.
+Each event carries two times: the wall clock, which people set, and the monotonic clock, which nobody sets. The
+monotonic clock gives the distances between the events of a process, and the majority of the events decides where on the
+wall clock they lie. An event that is still far from all others after that is set aside.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from resiliency.telemetry.facts import DAY_S, DaySpan, RunFacts, Segment, parse_
 
 __all__ = ["FAR_S", "straighten"]
 
-#: What lies farther than this from all other events of a run is set aside, unless a process lived there.
+#: Events farther than this from all others of a run are set aside, unless a process began and ended there.
 FAR_S = 30 * DAY_S
-#: So many processes of a boot are asked for its clock.
+#: At most this many processes of a boot vote on its clock.
 MOST_WITNESSES = 8
-#: Processes whose clocks differ by no more tell of one setting of them.
+#: Clocks that differ by no more than this many seconds have the same setting.
 SAME_CLOCK_S = 1.0
 
 
 def straighten(run: RunFacts) -> None:
-    """Corrects the times of a run in place, and counts those it sets aside. Idempotent."""
+    """Corrects the times of a run in place, and counts in its ``quality`` those that it sets aside. Idempotent."""
     peers: dict[tuple[str, int | None], list[Segment]] = {}
     for segment in run.segments:
         peers.setdefault((segment.host, segment.attempt), []).append(segment)
@@ -36,7 +36,7 @@ def straighten(run: RunFacts) -> None:
         segment.settle()
     boots = _boots(run)
     between = _between(run, peers)
-    for segment in run.segments:  # again: those that are alone with what they tell ask the others of their host
+    for segment in run.segments:  # again, for readings that no other event of the process confirms
         known = boots.get((segment.host, segment.boot), ())
         segment.settle(_peers_of(segment, peers), between.get(id(segment)), known)
     lived = [(one.began, one.end) for one in run.segments if one.lines > 1]
@@ -74,7 +74,7 @@ def straighten(run: RunFacts) -> None:
 
     gone = sum(segment.keep(within) for segment in (*run.segments, *run.nodes))
     for clock in run.others.values():
-        clock.keep(within)  # else the next account of the run would reach to it
+        clock.keep(within)  # else the next account of the run would extend to it
     before = len(run.marks) + len(run.saves) + len(run.loads)
     run.marks = [mark for mark in run.marks if within(mark.time)]
     run.saves = [save for save in run.saves if within(save[0])]
@@ -94,8 +94,11 @@ def straighten(run: RunFacts) -> None:
 
 
 def _peers_of(segment: Segment, peers: Mapping[tuple[str, int | None], Sequence[Segment]]) -> Sequence[Segment]:
-    """Processes with the same two clocks: of its host and attempt. Where a rank has that number twice, the machine may
-    have been started in between: a rank then has none, a launcher those of the boot that it tells."""
+    """The processes that have the same two clocks as ``segment``: those of its host and attempt.
+
+    When a rank has that attempt number twice, the machine may have been rebooted in between. Then a rank has no peers,
+    and a launcher those of its own boot.
+    """
     found = peers.get((segment.host, segment.attempt), ())
     if len({one.lane for one in found}) == len(found):
         return found
@@ -103,8 +106,8 @@ def _peers_of(segment: Segment, peers: Mapping[tuple[str, int | None], Sequence[
 
 
 def _readings_alone(run: RunFacts) -> int:
-    """How many readings of clocks nothing bears out. What another process of the host says, too, is no wrong line: the
-    clock was set then, as that of a launcher between two attempts."""
+    """How many clock readings nothing else confirms. A reading that another process of the host also has is not
+    counted: the clock was really set then, for example a launcher's between two attempts."""
     everything = (*run.segments, *run.nodes, *run.others.values())
     doubted = [one for one in everything if one.alone]
     if not doubted:
@@ -130,8 +133,8 @@ def _has_witness(base: float, segment: Segment, told: Sequence[tuple[float, Segm
 def _between(
     run: RunFacts, peers: Mapping[tuple[str, int | None], Sequence[Segment]]
 ) -> dict[int, tuple[float, float]]:
-    """For processes of one line that are alone on their host: the end of the attempt of their rank before, and the
-    beginning of the next one."""
+    """For each process of a single line that is alone on its host, by ``id``: the end of its rank's attempt before, and
+    the start of the one after."""
     if not any(one.lines == 1 for one in run.segments):
         return {}
     lanes: dict[int, list[tuple[int, Segment]]] = {}
@@ -153,7 +156,7 @@ def _number(member: tuple[int, Segment]) -> int:
 
 
 def _boots(run: RunFacts) -> dict[tuple[str, str], list[Segment]]:
-    """By host and boot, the processes that have told most of their clocks."""
+    """By (host, boot), at most MOST_WITNESSES processes: those whose clocks most events speak for."""
     boots: dict[tuple[str, str], list[Segment]] = {}
     for segment in sorted(run.segments, key=lambda one: -one.heard):
         if segment.boot and len(known := boots.setdefault((segment.host, segment.boot), [])) < MOST_WITNESSES:
@@ -162,7 +165,7 @@ def _boots(run: RunFacts) -> dict[tuple[str, str], list[Segment]]:
 
 
 def _find_ends(run: RunFacts) -> None:
-    """The first and last moment of a run whose times are set aright."""
+    """Sets the first and last moment of a run from its corrected times, and drops the days outside them."""
     segments = [one for one in (*run.segments, *run.nodes, *run.others.values()) if not one.aside]
     times = [
         time
@@ -183,12 +186,12 @@ class _Era:
     low: float
     high: float
     events: int
-    #: A process has two different moments in it.
+    #: True when it has the most events, or a process has two different moments in it.
     real: bool = False
 
 
 def _eras(run: RunFacts) -> list[_Era]:
-    """Stretches of the run without a gap of FAR_S."""
+    """The run divided into stretches, at each gap of more than FAR_S without an event."""
     days: Counter[int] = Counter()
     spans: dict[int, DaySpan] = {}
 

@@ -1,7 +1,8 @@
-"""How long ago something began, as one line says: believed where nothing else in the log contradicts it. Pure.
+"""Checks what single lines say about when their process or launcher began; it is believed unless the log contradicts
+it. Pure.
 
-Only what is told by the same clocks is compared in time. Of ranks whose clocks may disagree, and of those that joined
-later, the ages are compared: by how much the start was before the line that tells it.
+Only times by the same clocks are compared as times. For ranks whose clocks may disagree, and for ranks that joined
+later, ages are compared: the seconds from the start to the line that tells it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from resiliency.telemetry.segment import WRONG_S
 
 __all__ = ["check_starts"]
 
-#: Ranks of one host are started together, ...
+#: The ranks of one host start within this many seconds of each other, ...
 SAME_HOST_S = 60.0
-#: ... by one launcher, whose start they all tell.
+#: ... and tell the start of their common launcher within this many.
 SAME_LAUNCHER_S = 5.0
 
 
 def check_starts(run: RunFacts) -> int:
-    """Forgets starts of processes and launchers that are contradicted; how many those were, now or before."""
+    """Forgets starts of processes and launchers that the log contradicts. Returns how many were forgotten, by this call
+    or an earlier one."""
     attempts: dict[int | None, list[Segment]] = {}
     before: dict[int, tuple[float, Segment]] = {}
     for segment in run.segments:
@@ -68,7 +70,7 @@ def check_starts(run: RunFacts) -> int:
 
 
 def _follows(segment: Segment, last: float, before: Segment) -> bool:
-    """By the clocks of both, the attempt before had made its last step when this process told of its start."""
+    """True when, by the clocks of both, the attempt before made its last step before this process told its start."""
     return segment.started is not None and last <= segment.started and before.has_clocks_of(segment)
 
 
@@ -81,7 +83,7 @@ def _base(mark: Mark) -> float | None:
 
 
 class _Earliest:
-    """The earliest of the times that are told by the same clocks."""
+    """By host, the earliest of the times that were told by the same clocks."""
 
     def __init__(self, told: Iterable[tuple[float, str, float | None]]) -> None:
         self._hosts: dict[str, list[tuple[float | None, float]]] = {}
@@ -103,7 +105,8 @@ def _agree(one: float | None, other: float | None) -> bool:
 
 
 class _Claims:
-    """What the ranks of an attempt tell of one start: the two earliest of each host, and the two oldest of all."""
+    """What the ranks of an attempt tell of one kind of start (``name``): the two earliest of each host, and the two
+    oldest of all. Two, because a rank is compared with others only."""
 
     def __init__(self, members: Sequence[Segment], name: str) -> None:
         self._hosts: dict[str, list[tuple[float, float, int]]] = {}
@@ -120,8 +123,8 @@ class _Claims:
                 del self._oldest[2:]
 
     def is_apart(self, time: float, segment: Segment, same_host_s: float) -> bool:
-        """Earlier than what all others of its host tell, or older than others of the attempt by more than starts are
-        apart."""
+        """True when ``time`` is earlier than all other ranks of the host tell, by more than ``same_host_s``. Without
+        others on the host: when it is older than the rest of the attempt tells, by more than START_SPREAD_S."""
         age = _age(time, segment)
         others = [one for one in self._hosts.get(segment.host, ()) if one[2] != segment.lane]
         if others:
@@ -131,5 +134,5 @@ class _Claims:
 
 
 def _age(time: float, segment: Segment) -> float:
-    """When the line that tells it was written, it was so long ago."""
+    """Seconds from ``time`` to the line that tells it; 0 when the log has no start of the process."""
     return (segment.started if segment.started is not None else time) - time

@@ -1,4 +1,4 @@
-"""What a start or restart is made of, in the order in which it happens. Pure."""
+"""The parts of a start or restart, in the order in which they happen. Pure."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class StartPart(str, Enum):
     OTHER = "other"
 
 
-#: For tables. A part ends where the next one begins; OTHER is what the log does not split.
+#: Labels for tables. A part ends where the next one begins; OTHER is time that the log does not split.
 _LABELS = {
-    StartPart.RANKS_END: "other ranks end",  # noticed, until the launcher starts ranks; crash loops wait
+    StartPart.RANKS_END: "other ranks end",  # from the notice until the launcher starts ranks; crash loops wait here
     StartPart.PROCESSES: "processes up",  # until the script begins
     StartPart.IMPORTS: "imports",
-    StartPart.SCRIPT: "script",  # until it makes our callback, without the imports
+    StartPart.SCRIPT: "script",  # until it creates our callback, without the imports
     StartPart.GROUP: "trainer",  # until the checkpointer is opened, without the process group
     StartPart.RENDEZVOUS: "process group",  # init_process_group, which waits for all ranks
     StartPart.AGENT: "checkpointer and agent",  # until the checkpointer is open
@@ -36,7 +36,7 @@ _LABELS = {
     StartPart.FIRST_BATCH: "first batch",  # after the load, until the first batch
     StartPart.OTHER: "not split",
 }
-#: The label of a part that holds another one, too, which the log does not tell.
+#: Labels of parts that contain another part as well, when the log does not separate the two.
 _WITH_ANOTHER = {
     StartPart.IMPORTS: (StartPart.SCRIPT, "imports and script"),
     StartPart.GROUP: (StartPart.RENDEZVOUS, "trainer and process group"),
@@ -44,10 +44,10 @@ _WITH_ANOTHER = {
 
 
 def part_label(part: StartPart, parts: Container[StartPart]) -> str:
-    """For tables.
+    """The label of a part in a table.
 
     Args:
-        parts: all that are shown beside it.
+        parts: all parts that the table shows.
     """
     another = _WITH_ANOTHER.get(part)
     return another[1] if another is not None and another[0] not in parts else _LABELS[part]

@@ -26,9 +26,10 @@ __all__ = ["iso", "schema", "step_series", "summarize"]
 SCHEMA_VERSION = 2
 #: At most this many rows in the per-rank tables.
 MOST_RANKS = 20
-#: A straggler costs this many times what a rank does on average.
+#: A straggler costs the job more than this many times what a rank does on average.
 UNEQUAL = 1.5
-#: What costs less of all GPU time, or was seen in one window of steps only, was a moment.
+#: A straggler costs more than this share of all GPU time and was the slowest in at least this many steps; less is
+#: only a short delay.
 LEAST_COST, LEAST_STEPS = 0.002, 16
 
 
@@ -54,10 +55,10 @@ def summarize(
 
     Args:
         ledger: the account.
-        reference_step_s: for the older library's figure; None: measured.
+        reference_step_s: seconds a step should take, for the older library's figure; None: measured.
         torn_lines: lines of the logs that were not JSON.
         foreign_lines: lines that were JSON but not events.
-        notes: what else is to be said of the logs.
+        notes: further sentences about the logs for the reader of the report.
     """
     older = older_figure(ledger, reference_step_s)
     quality = {name: count for name, count in sorted(ledger.facts.quality.items()) if count}
@@ -156,7 +157,7 @@ def _parts(parts: Mapping[StartPart, tuple[int, int]]) -> list[dict[str, Any]]:
 
 
 def _steps(ledger: Ledger) -> dict[str, Any]:
-    """Steps counted from the lowest rank's log."""
+    """Numbers of steps, counted from the lowest rank's log."""
     run = kept = 0
     for timing in ledger.timings:
         lanes = sorted(timing.attempt.lanes)
@@ -182,7 +183,7 @@ def _steps(ledger: Ledger) -> dict[str, Any]:
 
 
 def _steps_left(ledger: Ledger, timing: Timing, pieces: Sequence[Segment]) -> tuple[int, int]:
-    """Steps in the time that is looked at, and how many of them were lost; those of one window are taken as even."""
+    """Steps in the accounted time, and how many of them were lost. The steps of a window are taken as equally long."""
     done = lost = 0.0
     for segment in pieces:
         offset, before = ledger.clocks.of(segment), segment.first_step_start()
@@ -214,7 +215,7 @@ def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
     sums: dict[int, dict[Bucket, int]] = {timing.index: {} for timing in ledger.timings}
     for lane in ledger.lanes:
         for interval in lane.intervals:
-            # What goes on once a failure is noticed is the start of the next attempt.
+            # The time after a failure was noticed counts for the attempt that it begins.
             begins_next = interval.phase == "restart" and interval.attempt + 1 in sums
             by_bucket = sums[interval.attempt + 1] if begins_next else sums.setdefault(interval.attempt, {})
             for bucket, amount in interval.parts.items():
@@ -262,7 +263,7 @@ def _stragglers(ledger: Ledger) -> list[dict[str, Any]]:
             steps[lane] = steps.get(lane, 0) + late.blamed_steps.get(lane, 0)
             data[lane] = data.get(lane, 0.0) + late.blamed_data.get(lane, 0.0) * ledger.gpus_per_rank
     hosts = {lane.lane: lane.host for lane in ledger.lanes}
-    # Ranks that take turns in being the slowest are equal: none of them is to be swapped.
+    # Ranks that take turns in being the slowest are equally fast: swapping one of them would not help.
     mean = sum(cost.values()) / max(1, len(ledger.lanes))
     least = max(UNEQUAL * mean, LEAST_COST * sum(ledger.gpu.values()) / 1e6)
     cost = {lane: seconds for lane, seconds in cost.items() if seconds > least and steps[lane] >= LEAST_STEPS}

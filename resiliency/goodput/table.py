@@ -58,7 +58,7 @@ def _head(summary: dict[str, Any]) -> Panel:
         f"   {summary['capacity']:,} {_units(summary)}   {duration(summary['gpu_s'])} of {unit_word(summary)} time\n"
     )
     text.append(f"{summary['start_utc']} to {summary['end_utc']} UTC, {summary['events']:,} events", style="dim")
-    # A Text, as is all that comes from a log: rich takes what stands in brackets in a str as a style.
+    # A Text, like everything that comes from a log, because rich reads words in brackets in a str as a style.
     title = Text(f"goodput of {summary['run']}")
     return Panel(text, title=title, title_align="left", border_style="dim", expand=False)
 
@@ -68,7 +68,7 @@ def _units(summary: dict[str, Any]) -> str:
 
 
 def unit_word(summary: dict[str, Any]) -> str:
-    """What the time of one rank is called."""
+    """The unit of the capacity: "GPU", "rank" or "host"."""
     if summary["gpus_per_rank"] > 1:
         return "GPU"
     return "host" if summary["unit"] == "host" else "rank" if summary["device"] == "cpu" else "GPU"
@@ -83,7 +83,7 @@ def _buckets(summary: dict[str, Any], color: str) -> Table:
     table.add_column("bucket", no_wrap=True)
     for name in ("share", "wall", f"{unit_word(summary)} time"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=False)  # where there is little room, what is narrowed first
+    table.add_column("", no_wrap=False)  # narrowed first on a narrow terminal
     largest = max((row["share"] for row in summary["buckets"]), default=0.0) or 1.0
     for row in summary["buckets"]:
         info = BUCKETS[Bucket(row["bucket"])]
@@ -108,7 +108,7 @@ def _buckets(summary: dict[str, Any], color: str) -> Table:
 
 
 def _levers(summary: dict[str, Any]) -> Text:
-    """What makes the largest causes smaller: from what was measured, where that shows enough."""
+    """How to make the largest causes smaller: advice from measured figures, else the general lever of the bucket."""
     text = Text()
     for row in largest_causes(summary):
         text.append(f"{row['label']}, {figure(row['share'])}: ", style="bold")
@@ -117,7 +117,7 @@ def _levers(summary: dict[str, Any]) -> Text:
 
 
 def largest_causes(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of at most three buckets that cost the most, each more than a hundredth, and can be made smaller."""
+    """The rows of the at most three largest buckets that have a lever and more than 1 % of the time, largest first."""
     rows = [row for row in summary["buckets"] if row["lever"] and row["share"] > 0.01]
     return sorted(rows, key=lambda row: -row["share"])[:3]
 
@@ -186,7 +186,7 @@ def _attempts(summary: dict[str, Any]) -> Table:
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     table.add_column("steps", justify="right", no_wrap=True)
     table.add_column("goodput", justify="right", no_wrap=True)
-    table.add_column("largest badput", overflow="fold")  # where there is little room, what is folded first
+    table.add_column("largest badput", overflow="fold")  # folded first on a narrow terminal
     table.add_column("end", no_wrap=True)
     shown = summary["attempts"]
     if len(shown) > ATTEMPTS_SHOWN:

@@ -28,14 +28,14 @@ NOTICES = frozenset(
         EventKind.HOST_SWAPPED,
     }
 )
-#: ``reason`` of a job_terminated that was announced beforehand, so that no time goes into detection.
+#: Values of ``reason`` in job_terminated for an announced end, so that no time counts as detection.
 PLANNED = frozenset({"signal", "preempted", "preemption", "terminated", "drained"})
-#: Others that tell of no failure.
+#: Values of ``reason`` that do not tell of a failure.
 _WELL = PLANNED | {"finished"}
 ABNORMAL = frozenset({"exception", "error", "killed", "crash", "failed"})
-#: A launcher on another host may report on an attempt this long after its end.
+#: A launcher on another host may report on an attempt up to this many seconds after its end.
 LATE_NOTICE_S = 60.0
-#: Ranks that begin to train together do so within this of each other.
+#: Ranks that begin to train together do so within this many seconds of each other.
 SAME_MOMENT_S = 5.0
 
 
@@ -48,10 +48,12 @@ class Timing:
             the next attempt begins or the account ends.
         train: first batch of any rank, None when it never trained.
         progress: end of the last step of any rank; its last event when it never trained.
-        noticed: when the failure was noticed, None when it ended well or no event shows it.
+        noticed: when the failure was noticed (a planned end: ``progress``), None when it finished or no event shows it.
         ended: when it ended as planned (finished or announced), None otherwise.
         outcome: "finished", "planned" (preempted, signalled), "failed", "open" (no end in the log), "rolled back".
         saves: (time, step) of checkpoints within the window, for logs without steps.
+        position: step that it began at; None: not known.
+        top: highest step that it reached; None: not known.
         lost_above: steps after this one had to be run again later; None when all were kept.
         lost_by: index of the attempt that restored an older step.
         relaunched: when a launcher started the ranks of the next attempt; None: no launcher logged it.
@@ -92,7 +94,7 @@ def time_attempts(
     """Times every attempt; see :class:`Timing`.
 
     Args:
-        run: for its marks and checkpoints.
+        run: the run, whose marks and checkpoints are used.
         attempts: in order of start.
         offsets: seconds by which hosts' clocks are ahead.
         start: first moment of the account.
@@ -131,7 +133,8 @@ def _after(pairs: Sequence[tuple[float, object]], time: float) -> int:
 def _marks_of(
     attempts: Sequence[Attempt], index: int, marks: Sequence[tuple[float, Mark]], begin: float, end: float
 ) -> list[Mark]:
-    """Marks within an attempt's window. Its attempt number wins over its time: launchers may report late."""
+    """The marks of one attempt: those in its window. For LATE_NOTICE_S after an attempt's end, a mark's attempt number
+    wins over its time, because launchers may report late."""
     number = attempts[index].number
     earlier = attempts[index - 1].number if index > 0 else None
     later = attempts[index + 1].number if index + 1 < len(attempts) else None
@@ -191,7 +194,7 @@ def _by_checkpoints(timing: Timing, run: RunFacts) -> None:
 
 
 def _position(timing: Timing, run: RunFacts, offsets: Offsets) -> None:
-    """Where the attempt began and how far it came."""
+    """Sets the step at which the attempt began, and the highest step that it reached."""
     tops = [segment.steps.high for segment in timing.attempt.segments if segment.steps.high >= 0]
     timing.position = _begins_at(timing.attempt, offsets)
     if timing.position is None:
@@ -204,8 +207,11 @@ def _position(timing: Timing, run: RunFacts, offsets: Offsets) -> None:
 
 
 def _begins_at(attempt: Attempt, offsets: Offsets) -> int | None:
-    """The step it began at. All ranks begin at one step; one that tells a lower one than ranks that began with it must
-    not make work lost. Ranks that join later begin at a higher one."""
+    """The step at which an attempt began; None when no rank tells it.
+
+    All ranks begin at one step. A single rank that tells a lower one is not believed when it began together with the
+    others, because work would then count as lost. Ranks that join later begin at a higher step.
+    """
     told = [(position, segment) for segment in attempt.segments if (position := segment.position) is not None]
     if not told:
         return None
@@ -219,13 +225,13 @@ def _begins_at(attempt: Attempt, offsets: Offsets) -> int | None:
 
 
 def _began(segment: Segment, offsets: Offsets) -> float:
-    """When it began to train."""
+    """When the segment began to train, UTC seconds on the job's clock."""
     times = (segment.train, segment.first_step_start(), segment.loaded)
     return min((time for time in times if time is not None), default=0.0) - offsets.of(segment)
 
 
 def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: Offsets) -> None:
-    """How the attempt ended, and when that was noticed."""
+    """Sets how the attempt ended, when that was noticed, and when ranks were started again."""
     segments = list(timing.attempt.segments)
     begin, end = timing.window
     patience = max(5.0, 3 * (timing.usual_step_s or 0.0))
@@ -264,7 +270,7 @@ def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: 
         seen = bad + notices + told_ends
         timing.noticed = max(min(seen), timing.progress) if seen else None
     elif ends:
-        # The older library's launchers log that it ended, not how.
+        # The older library's launchers log that an attempt ended, but not how.
         timing.outcome = "finished"
         timing.ended = max(time for time, _ in ends)
     starts = [m.time - offsets.at(m.attempt, m.host) for m in timing.marks if m.kind == EventKind.RANKS_STARTED]
@@ -276,15 +282,15 @@ def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: 
 
 
 def _work_done(segment: Segment) -> float | None:
-    """When training had ended, and with it the last wait for a save."""
+    """When training and the last wait for a save had ended; the end of the process when that is not logged."""
     if segment.train_ended is None:
         return segment.terminated
     return max([segment.train_ended, *(time for time, _ in segment.stalls)])
 
 
 def _lost(timings: list[Timing]) -> None:
-    """Marks what is lost: if an attempt begins at step R, what earlier attempts did after R."""
-    # How far the kept work of each attempt goes, the farthest first: a job may have thousands of attempts.
+    """Marks lost work: when an attempt begins at step R, the work of earlier attempts after R is lost."""
+    # A heap of (minus the last kept step, attempt), the farthest first, because a job may have thousands of attempts.
     kept: list[tuple[int, int]] = []
     for index, timing in enumerate(timings):
         others: list[tuple[int, int]] = []
@@ -295,8 +301,8 @@ def _lost(timings: list[Timing]) -> None:
             while kept and -kept[0][0] > position:
                 top, number = heapq.heappop(kept)
                 earlier = timings[number]
-                # A lower step is no return to it when nothing was loaded, and the work before was done or its process
-                # lives on (another fit in one script).
+                # Beginning at a lower step loses no work when nothing was loaded and the earlier attempt had finished,
+                # or its process goes on (another fit in one script).
                 if loaded or not (earlier.outcome == "finished" or rollback):
                     earlier.lost_above, earlier.lost_by, top = position, index, -position
                 others.append((top, number))

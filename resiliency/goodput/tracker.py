@@ -85,7 +85,8 @@ def get_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; always 0 once the arguments are right: a failing log must not fail the script of a job."""
+    """Runs the command line. Returns 0 whenever the arguments are valid, because a failing log must not fail the script
+    of a job."""
     args = get_parser().parse_args(argv)
     tracker = GoodputLogger()
     tracker.log_event(event_type=args.event_type)

@@ -1,6 +1,6 @@
-"""The part of a run's time that an account is of: from one moment to another, without some stretches. Pure.
+"""Chooses the part of a run's time to account for: from one moment to another, without excluded stretches. Pure.
 
-All times are whole microseconds, so that what is left sums exactly.
+Kept stretches are in whole microseconds, so that they sum exactly.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ class Moment:
     is_offset: bool = False
 
     def at(self, start: float, end: float) -> float:
-        """UTC seconds, in a run from ``start`` to ``end``."""
+        """The moment in UTC seconds, in a run from ``start`` to ``end``."""
         if not self.is_offset:
             return self.seconds
         return end + self.seconds if self.from_end else start + self.seconds
 
     @property
     def from_end(self) -> bool:
-        """Whether it is an offset back from the end; -0 is the end itself."""
+        """True when it is an offset back from the end; -0 is the end itself."""
         return self.is_offset and math.copysign(1.0, self.seconds) < 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Windows:
-    """What is looked at: all, but for what is before ``since``, after ``until`` or in ``exclude``."""
+    """The time to account for: all of it, except before ``since``, after ``until`` and in ``exclude``."""
 
     since: Moment | None = None
     until: Moment | None = None
     exclude: tuple[tuple[Moment, Moment], ...] = ()
-    #: The run goes on: a stretch that ends some time before its end may fit later.
+    #: The run goes on, so that an excluded stretch that ends before it begins is no error when its end is counted back
+    #: from the end of the run: it may come in order later.
     is_running: bool = False
 
     def __bool__(self) -> bool:
@@ -62,7 +63,7 @@ def parse_moment(text: str) -> Moment:
     """An ISO time (UTC without a zone) or an offset: ``90``, ``90s``, ``1h30m``, ``2d``, ``-30m`` (before the end).
 
     Raises:
-        ValueError: it is neither.
+        ValueError: ``text`` is neither.
     """
     words = text.strip()
     sign = -1.0 if words.startswith("-") else 1.0
@@ -83,7 +84,7 @@ def parse_span(text: str) -> tuple[Moment, Moment]:
     """``A..B``, each as in :func:`parse_moment`; without A from the start, without B to the end.
 
     Raises:
-        ValueError: it is not.
+        ValueError: ``text`` has another form, or ends before it begins.
     """
     first, dots, last = text.partition("..")
     if not dots:
@@ -104,7 +105,7 @@ def _utc(time: float) -> str:
 
 
 def kept_windows(windows: Windows, start: float, end: float) -> tuple[Span, ...]:
-    """What is left of a run from ``start`` to ``end``, in order, without gaps between neighbours.
+    """The stretches that are accounted for, in order, of a run from ``start`` to ``end`` (UTC seconds).
 
     Raises:
         ConfigError: a stretch to be left out ends before it begins.
@@ -123,7 +124,7 @@ def kept_windows(windows: Windows, start: float, end: float) -> tuple[Span, ...]
         drop(windows.until.at(start, end), end)
     for first, last in windows.exclude:
         low, high = first.at(start, end), last.at(start, end)
-        # Those of one kind were put in order before.
+        # parse_span has checked the order of two moments of the same kind.
         may_fit = (first.is_offset, first.from_end) == (last.is_offset, last.from_end)
         may_fit = may_fit or (windows.is_running and last.from_end)
         if low > high and not may_fit and math.isfinite(high):
@@ -136,7 +137,7 @@ def kept_windows(windows: Windows, start: float, end: float) -> tuple[Span, ...]
 
 
 def clip(intervals: Iterable[LaneInterval], kept: Sequence[Span]) -> tuple[LaneInterval, ...]:
-    """What of the intervals lies in the time that is kept."""
+    """The parts of ``intervals`` that lie in the kept stretches."""
     found: list[LaneInterval] = []
     place = 0
     for interval in intervals:

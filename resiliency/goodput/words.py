@@ -22,7 +22,7 @@ def duration(seconds: float) -> str:
 
 
 def precise(seconds: float) -> str:
-    """A step time with three digits; logs have microseconds, so that less is none."""
+    """A step time with three digits. Less than half a microsecond is shown as 0, because logs have microseconds."""
     if seconds >= 100 or seconds < 5e-7:
         return duration(seconds if seconds >= 100 else 0.0)
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
