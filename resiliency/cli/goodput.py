@@ -216,12 +216,12 @@ def _summaries(reader: LogReader, ledgers: list[Ledger], reference: float | None
 
     # Lines and files without events belong to no run; they are reported with the first.
     cut = sorted(reader.cut.items())
-    notes = [f"Counted up to where it is cut or damaged: {plain(name)} ({why})." for name, why in cut]
+    notes = [f"{plain(name)} is cut or damaged ({why}); it was counted up to there." for name, why in cut]
     if reader.left_out:
         held = "they hold" if reader.left_out[1:] else "it holds"
         notes.append(f"Left out, because {held} no event: {_names(reader.left_out)}.")
     if reader.unread:
-        notes.append(f"Not read, being neither a log nor one rotated or packed by gzip: {_names(reader.unread)}.")
+        notes.append(f"Not read, because they are neither logs nor rotated or gzipped logs: {_names(reader.unread)}.")
     if reader.measurements:
         names = _names([Path(name) for name in reader.measurements])
         notes.append(f"Not read, being of ml-goodput-measurement, whose own library reads them: {names}.")

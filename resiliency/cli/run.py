@@ -91,7 +91,7 @@ def _for_each_host(parser: argparse.ArgumentParser, flags: Sequence[str]) -> lis
         length = 1 if attached or action.nargs == 0 else 2
         strings = set(action.option_strings)
         if strings & set(_REFUSED):
-            parser.error(f"{name} is the supervisor's affair with --spares; leave it out")
+            parser.error(f"{name} cannot be used with --spares, because the supervisor sets it; leave it out")
         if not strings & {*_FOR_THE_CLUSTER, "-m", "--module"}:
             kept += flags[at : at + length]
         at += length

@@ -115,7 +115,7 @@ def run(
         level = logging.DEBUG if verbose else logging.INFO
         logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
         if settings.insecure_no_authentication:
-            logging.getLogger(__name__).warning("no authentication: whoever can connect rules the jobs")
+            logging.getLogger(__name__).warning("no authentication: anyone who can connect controls the jobs")
         completed = _run(settings, file, until_ended=until_ended, begin_again=begin_again, address_file=address_file)
     except ResiliencyError as error:
         _fail(str(error), 2)

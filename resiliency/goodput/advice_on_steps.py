@@ -47,7 +47,7 @@ def data_wait(ledger: Ledger) -> Said | None:
     if others and lanes[worst][0] > 3 * sum(others) / len(others):
         where = next((one.host for one in ledger.lanes if one.lane == worst and one.host), "")
         words = f"rank {worst}{f' on {where}' if where else ''} waits {precise(lanes[worst][0])} a step for its loader"
-        words += f", the others {precise(sum(others) / len(others))}: its disk or loader mended"
+        words += f", the others {precise(sum(others) / len(others))}: repairing its disk or loader"
         # The other ranks go on waiting: only what the worst rank waits longer than they do can be returned.
         returns_s *= (lanes[worst][0] - sum(others) / len(others)) / (mean * len(lanes))
     else:
@@ -66,7 +66,7 @@ def loop(ledger: Ledger) -> Said | None:
     if (named := _span_within(ledger, wall(ledger, Bucket.LOOP))) is not None:
         return named
     words = f"callbacks, loggers and moving the batch take {precise(mean)} of each step of {precise(step)}"
-    return f"{words}: doing that every tenth step", 0.9 * wall(ledger, Bucket.LOOP)
+    return f"{words}: doing these only every tenth step", 0.9 * wall(ledger, Bucket.LOOP)
 
 
 def _span_within(ledger: Ledger, loop_s: float) -> Said | None:
@@ -84,7 +84,7 @@ def _span_within(ledger: Ledger, loop_s: float) -> Said | None:
     if took < SPAN_SHARE * loop_s:
         return None
     times = f"{count:,} times {duration(took / count)}" if count > 1 else duration(took)
-    return f"the span `{name}`, {times}, is most of it: half as often", min(took, loop_s) / 2
+    return f"the span `{name}`, {times}, is most of the loop overhead: running it half as often", min(took, loop_s) / 2
 
 
 def slowdown(ledger: Ledger) -> Said | None:
@@ -100,7 +100,7 @@ def slowdown(ledger: Ledger) -> Said | None:
     words = f"{slow:,} steps {who}take {precise(best + per_step)} to compute instead of {precise(best)}"
     if slow >= LASTING * (top - first):
         words += f", from step {first:,} on"
-    words += ": what changed there, mended,"
+    words += ": undoing what changed there"
     return words, wall(ledger, Bucket.SLOWDOWN)
 
 

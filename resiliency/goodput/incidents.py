@@ -24,8 +24,7 @@ from resiliency.telemetry.facts import Mark, parse_stamp
 
 __all__ = ["Incident", "incidents"]
 
-#: At most this many incidents of each kind are kept: the costliest of those that ended an attempt, the first of the
-#: others. Tables show fewer, and say so.
+#: At most this many incidents of each kind are kept, the costliest ones. Tables show fewer, and say so.
 MOST = 10_000
 #: At most this many output files are listed for one incident.
 MOST_LOGS = 4
@@ -86,13 +85,15 @@ class Incident:
 def incidents(ledger: Ledger) -> list[Incident]:
     """All incidents of a run, in order of time."""
     context = _Context.of(ledger)
-    found = [_ended(ledger, timing, context) for timing in ledger.timings if _went_wrong(timing)]
-    found = sorted(found, key=lambda incident: -incident.cost_gpu_s)[:MOST]
-    found += _survived(ledger)[:MOST]
-    found += _stalls(ledger)[:MOST]
+    ended = [_ended(ledger, timing, context) for timing in ledger.timings if _went_wrong(timing)]
+    found = [one for kind in (ended, _survived(ledger), _stalls(ledger)) for one in _costliest(kind)]
     if not ledger.is_whole:
         found = [incident for incident in found if ledger.holds(incident.time) or incident.cost_gpu_s > 0]
     return sorted(found, key=lambda incident: incident.time)
+
+
+def _costliest(found: list[Incident]) -> list[Incident]:
+    return sorted(found, key=lambda incident: -incident.cost_gpu_s)[:MOST]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,7 +125,9 @@ def test_a_span_that_is_most_of_the_loop_is_named() -> None:
         job.steps(1, loop=18.0)
     job.finish()
     advice = said(job, Bucket.LOOP)
-    assert advice.text.startswith("the span `evaluation`, 4 times 15.0 s, is most of it: half as often")
+    assert advice.text.startswith(
+        "the span `evaluation`, 4 times 15.0 s, is most of the loop overhead: running it half as often"
+    )
     assert advice.returns_s == pytest.approx(30.0)
 
 

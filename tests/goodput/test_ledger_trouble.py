@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import resiliency.goodput.incidents
 from resiliency.events import Event, EventKind
 from resiliency.goodput.incidents import incidents
 from resiliency.goodput.ledger import Ledger, account
@@ -681,6 +682,19 @@ def test_a_stall_after_the_last_step_is_a_stall() -> None:
         job.emit(EventKind.JOB_TERMINATED, rank, reason="finished")
     assert_matches(job.ledger(), job)
     assert job.ledger().wall[Bucket.CHECKPOINT_STALL] == 6_000_000
+
+
+def test_of_too_many_stalls_the_costliest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resiliency.goodput.incidents, "MOST", 2)
+    job = Job()
+    job.start()
+    for seconds in (60.0, 20.0, 90.0):
+        job.steps(40)
+        job.steps(1, extra=seconds)
+    job.steps(40)
+    job.finish()
+    took = [re.search(r"A step took (\d+) s", one.what) for one in incidents(job.ledger())]
+    assert [round(float(one[1]), -1) for one in took if one] == [60, 90]
 
 
 @pytest.mark.parametrize("reference", [None, 1.5, 2.5])

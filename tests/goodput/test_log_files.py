@@ -71,7 +71,7 @@ def test_a_compressed_log_counts_up_to_where_it_is_cut_or_damaged(tmp_path: Path
     assert name.endswith("job.jsonl.1.gz")
     result = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    assert "Counted up to where it is cut or damaged" in " ".join(result.output.split())
+    assert "it was counted up to there" in " ".join(result.output.split())
     assert reader.read(find_logs([tmp_path])) == 0, "a second look reads nothing again"
 
 
@@ -216,7 +216,7 @@ def test_what_is_named_like_a_log_and_cannot_be_read_is_named(tmp_path: Path) ->
     assert sorted(path.name for path in find([tmp_path]).unread) == ["gone.jsonl", *names]
     report = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert report.exit_code == 0, report.output
-    assert "Not read, being neither a log nor one rotated or packed by gzip: " in " ".join(report.output.split())
+    assert "Not read, because they are neither logs nor rotated or gzipped logs: " in " ".join(report.output.split())
 
 
 def test_another_file_of_the_same_name_is_read_from_its_start(tmp_path: Path) -> None:
