@@ -51,7 +51,7 @@ Agree = Callable[[Any, int, int, str, bytes, int], list[bytes]]
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """One row.
+    """One row of the table.
 
     Attributes:
         seconds: of one agreement, from the first rank's call to the last rank's return.

@@ -37,7 +37,7 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def problems(args: argparse.Namespace, *, launched_ranks: int | None = None) -> list[str]:
-    """What is wrong with settled flags, a sentence each; empty when they can be used.
+    """Returns what is wrong with settled flags, one sentence each; empty when they can be used.
 
     Args:
         launched_ranks: number of ranks of the job, as the launcher says; None without a launcher.

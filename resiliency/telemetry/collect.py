@@ -395,7 +395,8 @@ class Collector:
         mono: float | None,
         loop_s: float = 0.0,
     ) -> None:
-        """One step line; a step seen before is a copy, or shows that the rank went back and began a new segment."""
+        """Adds one step line. A step number that was seen before is a copy, or shows that the rank went back and began
+        a new segment."""
         stats = segment.steps
         line = (step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono, loop_s)
         if step > stats.most and step - count != stats.high:

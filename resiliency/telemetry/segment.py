@@ -390,9 +390,9 @@ class Segment:
         return own if all(fits) else most  # both fit: the wall clock was set, or is wrong by little
 
     def _shared_base(self, others: Sequence[Segment]) -> float | None:
-        """For a launcher whose wall clock was set while its ranks lived: the base that the times of those ranks are
-        told by which know the clock before, too. Without it their times and the launcher's would be apart by the jump.
-        None when there is no such rank."""
+        """For a launcher whose wall clock was set while its ranks lived: the base of those ranks that have events from
+        before and after that. Without it the launcher's times and theirs would be apart by the jump. None when no rank
+        has both."""
         heard = [one for one in others if one is not self and one._base is not None]
         if not heard:
             return None

@@ -115,7 +115,7 @@ class StepEvents(StepSubscriber):
 
 def log_steps(observer: StepObserver, open_writer: Callable[[], EventWriter]) -> StepEvents | None:
     """Subscribes to ``observer`` and writes its steps to the writer that ``open_writer`` returns. Returns None, and
-    opens none, when the steps are already written to a log, because each step is written once."""
+    opens no writer, when the steps are already written to a log, because each step is written once."""
     if any(isinstance(subscriber, StepEvents) for subscriber in observer.subscribers):
         return None
     events = StepEvents(open_writer())

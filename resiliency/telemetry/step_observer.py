@@ -118,7 +118,7 @@ class StepObserver:
         # validation since then, and the wait for that batch.
         self._between: float | None = None
         self._eval_inside = self._first_wait = 0.0
-        # When the current wait for a batch began, and how much of it was stall or validation. Below: of the batch.
+        # When the current wait for a batch began, and how much of it was stall or validation; below, of the batch.
         self._between_from, self._between_off = now, 0.0
         # When the current fetch began, and seconds of fetches since the last batch; None when no fetch was reported.
         self._fetch_from: float | None = None

@@ -171,8 +171,8 @@ class StepStats:
         if 0.0 <= most < step_s - max(1.0, 0.1 * most):
             self.too_long += 1
             if self.too_long > MOST_TOO_LONG:
-                # So many are no errors: this writer counts otherwise. The account is cut to the time there was, as a
-                # whole.
+                # So many are no single errors: this writer counts otherwise. The account as a whole is cut to the time
+                # that has passed.
                 self.long_s, self.too_long = float("inf"), 0
             return most / step_s
         self.long_s = max(self.long_s, 2.0 * step_s)
