@@ -1,4 +1,5 @@
-"""A host is killed under a supervisor, and a spare takes its place: seconds beyond the heartbeat timeout."""
+"""Measures the recovery when a host is killed under a supervisor and a spare takes its place, in seconds beyond the
+heartbeat timeout."""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ from resiliency.supervisor.client import OperatorClient
 
 __all__ = ["BEYOND_S", "HostDeath", "host_table", "measure_hosts"]
 
-#: From the end of the timeout until the first new step, at most.
+#: The target: at most so many seconds from the end of the timeout to the first new step.
 BEYOND_S = 2.0
 _RANKS, _DEADLINE_S = 2, 90.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostDeath:
-    """One. Attributes: total_s: from the kill to the first step that all ranks end in a later attempt."""
+    """One kill of a host. ``total_s``: seconds from the kill to the first step that all ranks end in a later
+    attempt."""
 
     timeout_s: float
     total_s: float
@@ -44,7 +46,8 @@ class HostDeath:
 def measure_hosts(
     job: Path, *, kills: int, timeout_s: float, seed: int, advance: Callable[[], None]
 ) -> list[HostDeath]:
-    """Two hosts with a rank each and a spare, all on this machine; who is killed comes back before the next one is."""
+    """Runs two hosts with a rank each and a spare, all on this machine, and kills one of them again and again; it comes
+    back as a spare before the next kill. ``advance`` is called after each kill."""
     from benchmarks.restart import Marks, _has_stepped, _running, _steps_of
 
     draw = random.Random(seed)

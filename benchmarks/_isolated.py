@@ -51,7 +51,7 @@ class _Run:
         self._setup_s = time.perf_counter() - start
 
     def measure(self) -> dict[str, Any]:
-        """All phases; the result is what the harness tabulates, seconds and ratios."""
+        """Runs all phases. Returns what the harness tabulates: seconds and ratios."""
         bare = [self._bare() for _ in range(1 + self._spec["saves"])]
         with _sampled(self._spec["mark"]) as peak:  # before any restore, whose freed memory the allocator may keep
             for _ in range(2):
@@ -166,7 +166,7 @@ class _InFlight(Protocol):
     def done(self) -> bool: ...
 
     def finish(self) -> None:
-        """Raises what the save raised."""
+        """Waits for the end of the save; raises what the save raised."""
 
 
 class _Polled:
@@ -180,7 +180,7 @@ class _Polled:
         return self._done
 
     def finish(self) -> None:
-        """Nothing: ``poll`` has raised already."""
+        """Does nothing: ``poll`` has already raised what the save raised."""
 
 
 class _Watched:
@@ -211,7 +211,7 @@ class _Watched:
 
 @contextmanager
 def _sampled(mark: str) -> Iterator[list[int]]:
-    """Yields a list that holds the peak memory in bytes once the block is left."""
+    """Yields a list that is empty within the block; when it is left, the peak memory in bytes is appended."""
     command = [sys.executable, "-m", "benchmarks._memory", mark]
     sampler = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     peak: list[int] = []

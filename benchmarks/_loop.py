@@ -1,9 +1,9 @@
-"""One contender in a training loop, one of its ranks: started by torchrun, which is started by the harness.
+"""One rank of one contender in a training loop. The harness starts torchrun, which starts this:
 
     torchrun --nproc-per-node R -m benchmarks._loop SPEC_FILE
 
-Saves come at the end of every ``2 * segment`` steps. The ``segment`` steps from there on are the loop with saves, the
-``segment`` steps after them the same loop without, so that drift of the machine affects both alike.
+Each ``2 * segment`` steps end with a save. The ``segment`` steps from there on are the loop with saves, the ``segment``
+steps after them the same loop without, so that drift of the machine affects both alike.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _events(files: list[Path]) -> list[str]:
-    """Kinds of events in this library's log, because a skipped save costs little and has to be reported."""
+    """Kinds of all events in this library's logs: a skipped save costs little, so that it must be reported."""
     logs = [path.read_text() for path in files if path.suffix == ".jsonl"]
     return [json.loads(line)["event_type"] for log in logs for line in log.splitlines() if line.endswith("}")]
 

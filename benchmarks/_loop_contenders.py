@@ -62,8 +62,8 @@ def lightning_async(folder: Path, every: int) -> Parts:
 
 
 def dcp_thread(folder: Path, every: int) -> Parts:
-    """All ranks call ``dcp.async_save``; with a gloo group of its own, because its thread's collectives must not mix
-    with DDP's."""
+    """All ranks call ``dcp.async_save``, with a gloo group of their own, because the collectives of its thread must not
+    mix with DDP's."""
     import torch.distributed.checkpoint as dcp
 
     group = _Group()
@@ -101,8 +101,8 @@ def dcp_process(folder: Path, every: int) -> Parts:
 def torch_checkpointing_async(folder: Path, every: int) -> Parts:
     """torch-checkpointing with staging in a thread; its lock is taken before the optimizer step.
 
-    Its default layout is one file a rank, so that replicated state would be written twice: rank 0 alone saves. Its
-    manager is made before the process group exists and therefore waits for no other rank.
+    Only rank 0 saves, because the default layout is one file a rank, which would write replicated state twice. The
+    manager is made before the process group exists, so that it waits for no other rank.
     """
     from benchmarks._contenders.torch_checkpointing import make_manager
 
@@ -139,8 +139,8 @@ class _Group(pl.Callback):
 
 
 class _Periodic(pl.Callback):
-    """Saves model and optimizer on every rank each ``every`` steps, waiting for the previous save; keeps the newest
-    two.
+    """Saves model and optimizer on every rank, each ``every`` steps, after a wait for the previous save. Keeps the two
+    newest saves.
 
     Args:
         save: starts a save.

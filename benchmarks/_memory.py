@@ -1,10 +1,10 @@
 """Peak memory of a contender and of every process it started: ``python -m benchmarks._memory MARK``.
 
 Proportional set size (PSS) is used because it counts a page shared by trainer and writer once. Pages of programs and
-libraries are not counted: other programs that map them come and go, and each changes the share of all (two that import
-torch take 49 MiB off a third one's). Where the kernel does not report PSS, private memory plus the largest shared part
-is used. Processes belong to a contender when their environment carries its mark, so a daemon that left the process
-group is counted too.
+libraries are not counted, because other programs that map them come and go, and each changes the share of all (two that
+import torch take 49 MiB off a third one's). Where the kernel does not report PSS, private memory plus the largest
+shared part is used. Processes belong to a contender when their environment carries its mark, so a daemon that left the
+process group is counted too.
 
 It runs in its own process (reading page tables takes time) and only during saves that are not timed.
 """
@@ -57,7 +57,7 @@ def total(pids: Iterable[int]) -> int:
 
 
 def proportional(maps: str) -> int:
-    """PSS in bytes without pages of programs and libraries, which are those of files that are mapped privately. Pure.
+    """PSS in bytes without the pages of programs and libraries, which are the files that are mapped privately. Pure.
 
     Args:
         maps: text of ``/proc/PID/smaps``.
@@ -87,8 +87,8 @@ def _status(pid: int) -> dict[str, int]:
 
 
 def main(mark: str) -> None:
-    """Prints "ready" after a first sample, samples until standard input closes and once more, then prints the peak as
-    JSON."""
+    """Prints "ready" after the first sample, goes on until standard input closes, takes one last sample and prints the
+    peak in bytes as JSON."""
     peak = 0
     over = False
     for sample in itertools.count():

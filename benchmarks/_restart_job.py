@@ -1,6 +1,6 @@
-"""The job of ``benchmarks.restart``: a small Lightning DDP training that writes down when it gets where.
+"""The job of ``benchmarks.restart``: a small Lightning DDP training that writes down when it reaches each mark.
 
-A line of its file is ``mark attempt step seconds``, of the clock that all processes of a machine share.
+Each line of its file is ``mark attempt step seconds``, by the monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from resiliency import ModelCheckpoint  # noqa: E402
 from resiliency.launch import restartable  # noqa: E402
 
 IMPORTED = time.monotonic()
-#: In which this process began.
+#: The attempt in which this process began.
 ATTEMPT = os.environ["TORCHELASTIC_RESTART_COUNT"]
 
 

@@ -16,7 +16,7 @@ def summarize_isolated(rounds: Sequence[Result]) -> dict[str, Any]:
     """One row of the first table.
 
     Args:
-        rounds: the results of one contender's runs at one size, also of failed ones.
+        rounds: the results of all runs of one contender at one size, failed ones included.
 
     Returns:
         Seconds (``_s``), ratios, and ``status``: "ok", "unavailable" or "failed" with a ``reason``.
@@ -97,7 +97,8 @@ def summarize_loop(rounds: Sequence[Result], *, segment: int) -> dict[str, Any]:
 
 
 def _cycles(step_s: Sequence[float], *, every: int) -> list[Sequence[float]]:
-    """Cuts at the steps that save (number ``every`` is index ``every - 1``); the steps before the first are warm-up."""
+    """Cuts the step times at the steps that save (step number ``every`` is index ``every - 1``). What comes before the
+    first save is warm-up and left out."""
     starts = range(every - 1, len(step_s), every)
     return [step_s[start : start + every] for start in starts if start + every <= len(step_s)]
 

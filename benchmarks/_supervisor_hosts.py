@@ -1,4 +1,5 @@
-"""Simulated monitors, thousands in one process, with as little work as will do: the supervisor is what is measured."""
+"""Simulated host monitors, thousands in one process. They do as little as possible, because the supervisor is what is
+measured."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ __all__ = ["Host", "Hosts", "main"]
 
 
 class Host(asyncio.Protocol):
-    """A monitor that says what it is told to be. Frames are masked with zeros, which is a mask."""
+    """A simulated monitor: takes every place it is given and reports its ranks there. The masking key of its WebSocket
+    frames is zero, which is valid."""
 
     def __init__(self, owner: Hosts, name: str, ranks: int) -> None:
         self.owner, self.name, self.ranks = owner, name, ranks
@@ -95,7 +97,7 @@ class Host(asyncio.Protocol):
         if self.transport is None:
             return
         self.report()
-        if self._number % 10 == 0:  # a ping after it is answered when the report has been handled
+        if self._number % 10 == 0:  # a ping sent after the report is answered once the report is handled
             self.transport.write(b"\x89\x88\0\0\0\0" + struct.pack("d", time.monotonic()))
         asyncio.get_running_loop().call_later(self.owner.period_s, self.beat)
 
@@ -154,17 +156,17 @@ class Host(asyncio.Protocol):
 
 
 class Hosts:
-    """All of a process. It does what is written to its standard input, a line each, and says what has happened."""
+    """All simulated monitors of a process. Each line of standard input is a command, answered by a line of output."""
 
     def __init__(self, period_s: float) -> None:
         self.period_s = period_s
         self.hosts: dict[str, Host] = {}
         self.epochs: dict[str, int] = {}
-        #: Monotonic seconds, which all processes of a machine share, when a host was told of another place last.
+        #: When a host was told of another place last, in monotonic seconds, which all processes of a machine share.
         self.told_s = 0.0
-        #: From a report until it is known to be handled.
+        #: Seconds from a report until it is known to be handled.
         self.times: list[float] = []
-        #: A workload and epoch of which a host is gone, so that nobody there makes a step.
+        #: A workload and epoch that has lost a host, so that no rank of it makes a step.
         self.stalled: tuple[str, int] = ("", 0)
 
     def lost(self, host: Host) -> None:

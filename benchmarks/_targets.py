@@ -35,7 +35,7 @@ class Target:
 
     @property
     def met(self) -> bool | None:
-        """None when it was not measured."""
+        """Whether the measured ratio reaches the limit; None when it was not measured."""
         if self.measured is None:
             return None
         return self.measured <= self.limit if self.at_most else self.measured >= self.limit
@@ -45,7 +45,7 @@ class Target:
 
 
 def isolated_targets(rows: Mapping[str, Row], *, where: str) -> Iterator[Target]:
-    """Targets of one size; ``rows`` by contender."""
+    """Targets of one size of state. ``rows``: by contender."""
     for name, variant in (("ours-lazy", "lazy"), ("ours-eager", "eager"), ("ours-ramdisk", "ramdisk")):
         if name not in rows:
             continue
@@ -80,7 +80,7 @@ def _of_variant(rows: Mapping[str, Row], own: Row, *, where: str, lazy: bool) ->
 
 
 def loop_targets(rows: Mapping[str, Row], roles: Mapping[str, str], *, where: str) -> Iterator[Target]:
-    """Targets of the training loop; ``roles`` by contender."""
+    """Targets of the training loop. ``rows`` and ``roles``: by contender."""
     best = best_peer(rows, roles)
     for name, row in rows.items():
         if roles[name] != "ours":

@@ -56,21 +56,21 @@ class Settings:
     """What one run of the benchmark does.
 
     Attributes:
-        sizes: states of the first part.
-        rounds: passes over all contenders, so that drift of the machine affects all alike.
-        processes: of the floors, the bounds, DCP and this library a round.
-        saves: warm saves a process without compute.
-        overlapped_saves: saves a round during compute.
-        restores: restores a round.
-        compute_s: least length of the simulated forward and backward; at least three copy floors.
-        threads: of torch in the first part.
-        loop_mebibytes: states of the second part, a rank.
-        loop_rounds: runs of each contender.
-        loop_saves: measured saves a run.
-        segment: steps with and steps without a save.
+        sizes: states of the first part, in isolation.
+        rounds: passes over all contenders of the first part, so that drift of the machine affects all alike.
+        processes: processes per round for each floor, each bound, DCP and this library.
+        saves: warm saves per process, without compute.
+        overlapped_saves: saves per process, during compute.
+        restores: restores per process.
+        compute_s: seconds of the simulated forward and backward; at least three times the copy floor is used.
+        threads: torch threads in the first part; 0: one per core.
+        loop_mebibytes: states of the second part, the training loop, in MiB per rank.
+        loop_rounds: runs of each contender in the training loop.
+        loop_saves: measured saves per run.
+        segment: number of steps that are counted with a save, and of steps after them that are counted without.
         batch: rows per rank and step; with the width of the layers it decides how long a step takes.
-        ranks: of the training loop, sharing all cores.
-        only: names of contenders, empty for all.
+        ranks: ranks of the training loop, which share all cores.
+        only: names of contenders to run; empty: all.
         deadline: of one contender's run.
     """
 
@@ -137,11 +137,11 @@ class Benchmark:
     # -- the two parts --------------------------------------------------------------------------------------------
 
     def run_isolated(self) -> None:
-        """Every contender at every size, in as many rounds as set; each round begins with another peer.
+        """Runs every contender at every size, ``rounds`` times; each round begins with another peer.
 
         Where the memory of a process lies changes the speed of its copies by up to a factor of two for its whole life.
-        So the figures that targets use are measured in several processes a round, one after the other. The floors come
-        first, because the length of compute depends on them.
+        So the figures that targets use are measured in several processes per round, one after the other. The floors
+        come first, because the length of compute depends on them.
         """
         settings = self._settings
         entries = self._wanted(ISOLATED)
@@ -187,7 +187,7 @@ class Benchmark:
         return self._run(["benchmarks._isolated"], spec, env)
 
     def run_loop(self) -> None:
-        """Every contender in the training loop."""
+        """Runs every contender in the training loop."""
         settings = self._settings
         entries = self._wanted(LOOP)
         with self._progress() as progress:
@@ -227,11 +227,12 @@ class Benchmark:
         return self._run(launcher, spec, {"OMP_NUM_THREADS": str(threads)})
 
     def _run(self, module: Sequence[str], spec: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
-        os.sync()  # data that the previous contender left to be written must not slow this one
+        os.sync()  # writes that the previous contender left pending must not slow this one
         return run_contender(module, spec, folder=self._folder, deadline=self._settings.deadline, env=env)
 
     def _try(self, entry: Entry, found: list[dict[str, Any]], where: str, once: Callable[[], dict[str, Any]]) -> None:
-        """Runs a contender; a failure is printed, kept and tried once more: peers may start too slowly."""
+        """Runs a contender. A failure is printed and kept, and the run repeated once, because a peer may start too
+        slowly."""
         for _ in range(2):
             if any("unavailable" in one for one in found):
                 return
@@ -300,7 +301,7 @@ class Benchmark:
             out.print(target_table(targets))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, raw samples too, as it goes into the JSON file."""
+        """The content of the JSON file: settings, rows, targets and raw samples."""
         labels = {"isolated": {e.name: e for e in ISOLATED}, "loop": {e.name: e for e in LOOP}}
         tables = []
         for part, size, rows in self._rows():
@@ -325,7 +326,7 @@ def _found_at(entry: Entry) -> dict[str, str]:
 
 
 def _width(mebibytes: int) -> int:
-    """Width that gives about twenty layers, a multiple of 64."""
+    """Width of the layers, a multiple of 64, with which a state of this size has about twenty layers."""
     return max(64, 64 * round(math.sqrt(mebibytes * 2**20 / (12 * 20)) / 64))
 
 

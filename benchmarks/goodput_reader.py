@@ -3,7 +3,8 @@
 ``python benchmarks/goodput_reader.py [--events 10000000] [--ranks 8] [--shape rank|one|wrapped] [--keep DIR]`` writes a
 log like that of the step observer and the checkpoint engine, reads it in a fresh process and prints a table. ``--shape
 rank`` is one file a rank, as our writers make them; ``--shape one`` is a single file with all ranks interleaved line by
-line, the slowest case; ``--shape wrapped`` is that as Cloud Logging exports it, a line an entry with ``jsonPayload``.
+line, the slowest case; ``--shape wrapped`` is that file as Cloud Logging exports it: each line is an entry with
+``jsonPayload``.
 "x json" is the processor time in units of a bare ``json.loads`` of each line.
 """
 
@@ -88,7 +89,7 @@ def write(folder: Path, events: int, ranks: int, shape: str) -> int:
 
 
 def wrap(path: Path) -> None:
-    """Makes entries of Cloud Logging of a log's lines; keys of ``jsonPayload`` come in the order of the alphabet."""
+    """Turns each line of a log into an entry of Cloud Logging; the keys of ``jsonPayload`` are sorted."""
     draft = path.with_suffix(".draft")
     with open(path) as lines, open(draft, "w") as file:
         for number, line in enumerate(lines):

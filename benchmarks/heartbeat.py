@@ -1,8 +1,8 @@
 """Measures what heartbeats cost a step: ``python -m benchmarks.heartbeat``.
 
-Each row is what the training thread does for one batch, the hooks of HeartbeatCallback and nothing else, with those who
-are told: nobody, a folder in memory, and NVRx's rank monitor, whose client is replaced by one that takes as long for a
-call as the real one does. The rows without a callback are for loops of one's own.
+Each row is what the training thread does for one batch: the hooks of HeartbeatCallback and nothing else. The rows
+differ in who is told: nobody, a folder in memory, and NVRx's rank monitor as well, whose client is replaced by one that
+takes as long for a call as the real one. The rows without a callback are for training loops without Lightning.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from resiliency.testing.rank_monitor import RankMonitorClientDouble
 
 __all__ = ["Figures", "main", "measure"]
 
-#: Of the real client, measured under ft_launcher 0.4.1.
+#: Seconds that a call of the real client takes, measured under ft_launcher 0.4.1.
 _CLIENT_S = 300e-6
 _PROMISE_S = 20e-6
 _WARM_UP = 200
@@ -39,7 +39,7 @@ _WARM_UP = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Seconds of one batch, of so many that were measured."""
+    """Seconds of one batch. ``batches``: the number of measured batches."""
 
     batches: int
     median_s: float
@@ -48,7 +48,7 @@ class Figures:
 
 
 def measure(batch: Callable[[int], None], batches: int) -> Figures:
-    """Args: ``batch`` does what is due in one batch, of a number."""
+    """Times ``batches`` calls of ``batch``, after a warm-up; it gets the number of the batch."""
     times = []
     for number in range(batches + _WARM_UP):
         began = time.perf_counter()
@@ -63,7 +63,7 @@ def measure(batch: Callable[[int], None], batches: int) -> Figures:
 
 
 class _Trainer(SimpleNamespace):
-    """As much of a trainer as the hooks look at."""
+    """The attributes of a trainer that the hooks read."""
 
     __hash__ = object.__hash__
 
@@ -95,7 +95,7 @@ def _hooks(callback: Any) -> Callable[[int], None]:
 
 @contextlib.contextmanager
 def _published(folder: str | None) -> Iterator[None]:
-    """A process without a heartbeat, or with one in a folder."""
+    """Within the block this process publishes its heartbeat in ``folder``; None: nowhere."""
     with patch.object(heartbeat, "_own", {}):
         if folder is not None:
             heartbeat.publish(folder)

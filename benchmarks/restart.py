@@ -1,9 +1,9 @@
 """Measures the time from the death of a rank to the first new step: ``python -m benchmarks.restart``.
 
-The same Lightning job, the same kills and the same machine for torchrun and for ``resiliency run``, one after the
-other, and for NVRx's ``ft_launcher`` where it is installed. A kill is a SIGKILL to one rank, in the middle of the
-training; the first new step is the first that every rank ends in a later attempt, restored from a checkpoint. The parts
-are those of the rank that comes last. After that whole hosts are killed, below a supervisor with a spare.
+torchrun, ``resiliency run`` and, where it is installed, NVRx's ``ft_launcher`` run the same Lightning job with the same
+kills on the same machine, one after the other. A kill is a SIGKILL to one rank, in the middle of the training; the
+first new step is the first that every rank ends in a later attempt, restored from a checkpoint. Each part of that time
+is measured on the rank that is last to end it. After that whole hosts are killed, below a supervisor with a spare.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Marks", "Recovery", "main", "measure"]
 ROOT = Path(__file__).parents[1]
 JOB = Path(__file__).with_name("_restart_job.py")
 DEADLINE_S = 60.0
-#: Ours, with a job whose other ranks stay in their processes.
+#: ``resiliency run`` with a job whose other ranks stay in their processes.
 STAYING = "resiliency run, restartable"
 #: Marks of the job, in order, and the part of a recovery that ends with each.
 PARTS = {"script": "noticed, process up", "imports": "imports", "group": "process group", "restored": "model, restore"}
@@ -46,7 +46,8 @@ PARTS["step"] = "first step"
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """One kill. Seconds from it to each mark of the last rank."""
+    """One kill. ``marks``: seconds from the kill until the last rank reached each mark. ``total_s``: until its first
+    step."""
 
     launcher: str
     ranks: int
@@ -75,14 +76,14 @@ def launchers() -> dict[str, list[str]]:
 
 
 class Marks:
-    """What the ranks of a job have written so far."""
+    """Reads the marks that the ranks of a job have written so far."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self._folder = folder
         self._paths = [folder / f"marks-{rank}" for rank in range(ranks)]
 
     def read(self) -> list[dict[int, dict[str, list[float]]]]:
-        """For each rank: attempt -> mark -> values: the times, of ``pid`` the process ids."""
+        """For each rank: attempt -> mark -> values, which are times; those of ``pid`` are process ids."""
         found = []
         for path in self._paths:
             attempts: dict[int, dict[str, list[float]]] = {}
@@ -139,7 +140,7 @@ def with_child_ended(process: psutil.Process) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StandbyCost:
-    """Of the processes that ranks are forked from, and that wait to be ranks.
+    """What the zygote, from which ranks are forked, and the standbys, which wait to become ranks, cost.
 
     Attributes:
         own_mib: memory that the largest of them shares with no other process.
@@ -152,7 +153,7 @@ class StandbyCost:
 
 
 def standby_cost(launcher: int, *, wait_s: float = 5.0) -> StandbyCost | None:
-    """None where there are none. Blocks: for ``wait_s``."""
+    """Measures the zygote and standbys of a launcher; None when it has none. Blocks for ``wait_s``."""
     waiting = [
         process
         for process in psutil.Process(launcher).children(recursive=True)
@@ -173,7 +174,7 @@ def standby_cost(launcher: int, *, wait_s: float = 5.0) -> StandbyCost | None:
 def measure(
     launcher: str, command: Sequence[str], *, ranks: int, kills: int, seed: int, advance: Callable[[], None]
 ) -> tuple[list[Recovery], StandbyCost | None]:
-    """Runs the job under one launcher and kills one of its ranks again and again; then looks at those who wait."""
+    """Runs the job under one launcher and kills one of its ranks again and again; then measures its standbys."""
     draw = random.Random(seed)
     recoveries: list[Recovery] = []
     with tempfile.TemporaryDirectory(prefix="restart-") as name:
@@ -192,7 +193,7 @@ def measure(
                 os.kill(int(current[victim][attempt]["pid"][0]), signal.SIGKILL)
                 later = marks.wait(lambda found: any(_has_stepped(of, attempt) for of in found))  # noqa: B023
                 attempt = max(number for of in later for number in of)
-                # All ranks, so that the parts are of the last one.
+                # Wait for all ranks, so that each part is that of the last one.
                 later = marks.wait(lambda found: all("step" in of.get(attempt, {}) for of in found))  # noqa: B023
                 last = {name: max(of[attempt][name][0] for of in later) - at for name in PARTS}
                 recoveries.append(Recovery(launcher=launcher, ranks=ranks, total_s=last["step"], marks=last))

@@ -51,15 +51,15 @@ Agree = Callable[[Any, int, int, str, bytes, int], list[bytes]]
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """One row.
+    """One row of the table.
 
     Attributes:
         seconds: of one agreement, from the first rank's call to the last rank's return.
         rank_cpu_s: processor time of a rank for one agreement, the mean of all ranks.
         store_cpu_s: processor time of the store's process for one agreement.
-        rank_calls, store_calls: calls of the store for one agreement, on the rank with the most and in all. A ``get``
-            is two requests.
-        keys_left: on the store afterwards, for all agreements of the row.
+        rank_calls, store_calls: calls of the store for one agreement, by the rank with the most and by all ranks. A
+            ``get`` is two requests.
+        keys_left: number of keys that all agreements of the row leave on the store.
     """
 
     way: str
@@ -90,13 +90,13 @@ class CountingStore:
 
 
 def gather_once(store: Any, rank: int, ranks: int, key: str, data: bytes, rounds: int) -> list[bytes]:
-    """As the library does it."""
+    """The agreement as the library does it."""
     coordinator = StoreCoordinator(store, rank=rank, world_size=ranks, prefix=key)
     return [coordinator.all_gather("scale", data, timeout=DEADLINE) for _ in range(rounds)][-1]
 
 
 def key_of_each(store: Any, rank: int, ranks: int, key: str, data: bytes, rounds: int) -> list[bytes]:
-    """For comparison: every rank waits for the key of every other rank, and gets it."""
+    """The old way, for comparison: every rank waits for the key of every other rank, and gets it."""
     for number in range(rounds):
         store.set(f"{key}/{number}/{rank}", data)
         for other in range(ranks):
@@ -124,7 +124,8 @@ def serve(pipe: Connection) -> None:
 
 
 def act(pipe: Connection, port: int, ranks: Sequence[int]) -> None:
-    """Runs the given ranks: connects them, then takes part in one agreement after the other, until the pipe closes."""
+    """Connects the given ranks, each in a thread of this process, then takes part in the agreements that ``pipe`` asks
+    for, until it closes."""
     stores = {rank: TCPStore(HOST, port, 1, False, wait_for_workers=False) for rank in ranks}
     pipe.send(len(stores))
     with ThreadPoolExecutor(len(ranks)) as pool:
@@ -152,7 +153,7 @@ def _received(pipe: Connection) -> Any:
 
 
 class Simulation:
-    """The store and the ranks, as processes. Thread: one. A context manager: leaving ends them."""
+    """The store and the ranks, as processes, which end when the context is left. Thread: one."""
 
     def __init__(self, ranks: int, processes: int) -> None:
         self._context = multiprocessing.get_context("spawn")
@@ -176,7 +177,7 @@ class Simulation:
         self._stack.close()
 
     def run(self, way: str, ranks: int, message: str, nbytes: int, rounds: int) -> Figures:
-        """``rounds`` agreements in a row, of ``ranks`` ranks."""
+        """Measures ``rounds`` agreements of ``ranks`` ranks in a row."""
         self._keys += 1
         cpu_before, keys_before = self._state()
         for actor in self._actors:
@@ -224,7 +225,7 @@ class Simulation:
 def measure(
     ranks: Sequence[int], messages: dict[str, int], *, rounds: int, old_up_to: int, processes: int
 ) -> list[Figures]:
-    """Rows of both ways, the smaller worlds first."""
+    """Returns the rows of both ways, small world sizes first."""
     rows = []
     with Simulation(max(ranks), processes) as simulation:
         simulation.run("append", min(ranks), "small", 64, 1)  # imports and first uses

@@ -1,8 +1,8 @@
 """Measures one supervisor with thousands of hosts: ``python -m benchmarks.supervisor``.
 
-The supervisor is the real command, held on one core; its hosts are simulated in other processes on this machine, and
-say what real ones would. Reported are the time from a message's arrival until it is handled, processor and memory, the
-time until a lost host is known to be, and the time from a burst of failures until all hosts were told what to do.
+The supervisor is the real command, held on one core. Its hosts are simulated in other processes on this machine, and
+send what real ones would. Reported are the time from a report until it is handled, processor time and memory, the time
+until a lost host has a remedy, and the time from a burst of failures until all hosts were told what to do.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ _P99_S, _MEMORY_BYTES, _BURST_S = 0.050, 1 << 30, 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """
+    """What one supervisor takes for its hosts.
+
     Attributes:
-        p50_s, p99_s: in steady state, of the time from a report until its host knows that it was handled: on the way,
-            in the queue, and in hand.
+        p50_s, p99_s: median and 99th percentile, in steady state, of the time from a report until its host knows that
+            it was handled: network, queue and handling together.
         core: share of one core in steady state.
-        lost_s: from a host's end until its workload has a plan without it.
-        burst_s: from the first of so many lost ranks until every host of their workloads was told its new place.
+        lost_s: from a host's end until its workload has an epoch without it.
+        burst: number of ranks lost at once.
+        burst_s: from their loss until every host of their workloads was told its new place.
     """
 
     hosts: int
@@ -58,7 +60,7 @@ class Figures:
 
 
 class _Cluster:
-    """The supervisor, and processes with hosts."""
+    """The supervisor and the processes with simulated hosts."""
 
     def __init__(self, folder: Path, *, hosts: int, ranks: int, jobs: int, processes: int, period_s: float) -> None:
         self.hosts, self.ranks, self.period_s, self.jobs = hosts, ranks, period_s, jobs
@@ -122,17 +124,17 @@ class _Cluster:
             return text
 
     def messages(self) -> float:
-        """Handled so far."""
+        """Number of messages that the supervisor has handled so far."""
         found = re.search(r"resiliency_supervisor_message_seconds_count (\S+)", self._get("/metrics"))
         assert found is not None
         return float(found[1])
 
     def times(self) -> list[float]:
-        """Since this was asked last: seconds from a report until its host knows that it was handled."""
+        """Seconds from a report until its host knows that it was handled, of all since the last call, sorted."""
         return sorted(one for line in self.tell("times") for one in json.loads(line))
 
     def told_s(self) -> float:
-        """When the last host was told of another place."""
+        """When the last host was told of another place, in monotonic seconds."""
         return max(json.loads(line) for line in self.tell("told"))
 
     def places(self) -> dict[str, tuple[int, list[str], str]]:
@@ -149,7 +151,7 @@ def measure(
     steady_s: float = 30.0,
     burst: int = 500,
 ) -> Figures:
-    """Starts it all, and ends it."""
+    """Starts a supervisor and its simulated hosts, measures, and ends them all."""
     _raise_limit()
     with tempfile.TemporaryDirectory() as folder:
         cluster = _Cluster(Path(folder), hosts=hosts, ranks=ranks, jobs=jobs, processes=processes, period_s=period_s)
@@ -166,7 +168,7 @@ def measure(
 def _measure(cluster: _Cluster, steady_s: float, burst: int) -> Figures:
     cluster.times()
     count, cpu, began_s = cluster.messages(), sum(cluster.process.cpu_times()[:2]), time.monotonic()
-    time.sleep(steady_s)  # what is measured is what happens meanwhile
+    time.sleep(steady_s)  # the reports of this time are what is measured
     took_s, times = time.monotonic() - began_s, cluster.times()
     cpu, count = sum(cluster.process.cpu_times()[:2]) - cpu, cluster.messages() - count
 

@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and prints; the exit code."""
+    """Measures, prints the table and returns the exit code."""
     parser = _parser()
     args = parser.parse_args(arguments)
     if (
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Only the table is printed, and errors."""
+    """Within the block nothing is printed but the table and errors."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "resiliency")]
     levels = [logger.level for logger in loggers]
     try:
@@ -88,7 +88,7 @@ def _compare(args: argparse.Namespace) -> int:
     model = CONFIGURATIONS[args.model]
     data, _ = make_loaders(load_tokenizer(None), folder=None, length=model.length, batch=args.batch, val_windows=1)
     measured = []
-    # Each round has all of them, so that a machine that is busy for a while does not make one writer look worse.
+    # Each round has all trainings, so that a machine that is busy for a while does not make one writer look worse.
     plan = [("none", 0), *((writer, interval) for interval in args.intervals for writer in args.writers)] * args.rounds
     for number, (writer, interval) in enumerate(plan, 1):
         print(f"{number} of {len(plan)}: {writer}, a save every {interval} steps", file=sys.stderr)

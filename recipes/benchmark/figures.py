@@ -10,14 +10,14 @@ __all__ = ["Measured", "Row", "best_of", "rows_of", "table_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One training.
+    """The measurement of one training.
 
     Attributes:
         writer: "none", "stock" or "resiliency".
         interval: steps between saves; 0 without saves.
-        steps: that were timed.
-        wall_s: for them, and for what was still to be written when they were over.
-        saves: in that time.
+        steps: number of timed steps.
+        wall_s: seconds they took, with the wait at their end for saves that were still being written.
+        saves: number of saves in that time.
     """
 
     writer: str
@@ -35,8 +35,8 @@ class Row:
         step_s: mean time of a step, saves included.
         lost_per_save_s: time that a save costs the training.
         goodput: share of the time that trained, without failures.
-        goodput_with_failures: likewise, with a failure every ``mtbf_s``: each costs the restart and, on average, half
-            of the steps since the last save.
+        goodput_with_failures: the same with a failure every ``mtbf_s``, each of which costs the restart and, on
+            average, half of the steps between two saves.
     """
 
     writer: str
@@ -49,7 +49,7 @@ class Row:
 
 
 def best_of(measured: Sequence[Measured]) -> list[Measured]:
-    """Of trainings with the same writer and interval the fastest: what else runs on the machine only slows one down."""
+    """The fastest training of each writer and interval, because other work on the machine can only slow one down."""
     best: dict[tuple[str, int], Measured] = {}
     for one in measured:
         known = best.setdefault((one.writer, one.interval), one)
@@ -59,10 +59,10 @@ def best_of(measured: Sequence[Measured]) -> list[Measured]:
 
 
 def rows_of(measured: Sequence[Measured], *, mtbf_s: float, restart_s: float) -> list[Row]:
-    """The table's lines. The training without saves, of which there must be one or more, says what a step takes.
+    """The lines of the table. Trainings without saves say what a step takes.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no training without saves.
     """
     bare = [one for one in measured if not one.interval]
     if not bare:

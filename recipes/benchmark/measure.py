@@ -20,7 +20,7 @@ WRITERS = {"stock": StockModelCheckpoint, "resiliency": ModelCheckpoint}
 
 
 class _Clock(pl.Callback):
-    """Notes when the warm-up is over, and counts the saves after it."""
+    """Notes when the warm-up is over."""
 
     def __init__(self, warm_up: int) -> None:
         self._warm_up, self.began_s = warm_up, 0.0
@@ -33,9 +33,9 @@ class _Clock(pl.Callback):
 def measure(
     writer: str, interval: int, *, model: Configuration, data: DataLoader[Any], steps: int, warm_up: int, folder: str
 ) -> Measured:
-    """Trains for ``warm_up`` and then ``steps`` steps, a save every ``interval`` of them, and times the latter.
+    """Trains ``warm_up`` steps untimed and then ``steps`` steps timed, with a save every ``interval`` steps (0: none).
 
-    Blocks: for the training, and until the last save is on the disk.
+    Blocks for the training, and until the last save is written.
     """
     pl.seed_everything(1, verbose=False)
     clock = _Clock(warm_up)

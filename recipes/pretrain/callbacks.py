@@ -1,4 +1,4 @@
-"""The list of callbacks for the flags."""
+"""Makes the list of callbacks for the flags."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_callbacks(args: argparse.Namespace, *, sharded: bool) -> list[Any]:
     """The callbacks for settled and checked flags.
 
     Args:
-        sharded: parameters are sharded (FSDP2), see ``--num-optimizer-replicas``.
+        sharded: True when parameters are sharded (FSDP2), see ``--num-optimizer-replicas``.
     """
     tb_dir = os.path.join(log_folder(args), "tensorboard") if args.enable_tensorboard else None
     callbacks: list[Any] = [
@@ -62,10 +62,10 @@ def make_callbacks(args: argparse.Namespace, *, sharded: bool) -> list[Any]:
 
 
 class GarbageCollection(Callback):
-    """Collects garbage every so many steps, on all ranks at the same one, and at no other time while training.
+    """Collects garbage every ``every_n_steps`` steps, on all ranks at the same step, and at no other time of training.
 
-    Ranks wait for each other in every step: a collection of 50 ms on one rank, each at another step, costs all of them
-    50 ms each time.
+    Ranks wait for each other in every step. If each rank collected at a step of its own, for 50 ms, all ranks would
+    lose 50 ms each time.
     """
 
     def __init__(self, every_n_steps: int = 100) -> None:
@@ -93,7 +93,8 @@ class GarbageCollection(Callback):
 
 
 class RunTrace(Callback):
-    """Traces the whole training with torch's profiler, a Chrome trace for each rank; for runs of some hundred steps."""
+    """Traces the whole training with torch's profiler and writes a Chrome trace for each rank. For short runs, of some
+    hundred steps."""
 
     def __init__(self, folder: str, name: str) -> None:
         self._folder, self._name = folder, name

@@ -1,4 +1,4 @@
-"""What saves checkpoints: the callback for the tiers that the flags name, and a CheckpointIO plugin."""
+"""Makes the callback that saves checkpoints to the tiers that the flags name, and a CheckpointIO plugin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ __all__ = ["BlockingCheckpoint", "Checkpoint", "checkpoint_folder", "make_checkp
 
 
 class Checkpoint(ModelCheckpoint):
-    """Also saves at the end of training, whatever the interval: ``--max-runtime`` must not cost the last steps."""
+    """Also saves at the end of training, whatever the interval, so that ``--max-runtime`` does not lose the last
+    steps."""
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.global_step > self._last_global_step_saved:
@@ -26,7 +27,8 @@ class Checkpoint(ModelCheckpoint):
 
 
 class BlockingCheckpoint(Checkpoint):
-    """A save returns once it is committed: the engine waits where a derived class has this method."""
+    """A save returns once it is committed, because the engine waits for that when a derived class overrides this
+    method."""
 
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
         super()._save_checkpoint(trainer, filepath)
@@ -50,16 +52,15 @@ def make_checkpoint_callback(args: argparse.Namespace) -> Checkpoint:
         every_n_train_steps=args.save_interval,
         enable_version_counter=False,
         lazy=args.enable_optimized_async_ckpt,
-        auto_resume=True,  # a job of the same name goes on
+        auto_resume=True,  # a job of the same name continues
         run=args.job_name,
         options=CheckpointerOptions(copy_threads=args.ckpt_threads_per_rank),
     )
 
 
 def _saves_to_keep(args: argparse.Namespace) -> int:
-    """As many as hold ``--topk-ckpt`` of the persistent tier: the callback counts every save. -1: all.
-
-    The local tier keeps its newest ones whatever this is.
+    """Value of ``save_top_k``: the callback counts every save, so this is the number of saves among which
+    ``--topk-ckpt`` go to the persistent tier. -1: keep all. The local tier keeps its newest ones whatever this is.
     """
     if args.topk_ckpt is None:
         return -1

@@ -1,4 +1,4 @@
-"""Which flags go together. Pure: what is wrong is a list of sentences that say why."""
+"""Checks which flags go together; what is wrong comes back as sentences that say why. Writes nothing."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from resiliency.storage.tiers import unknown_store
 
 __all__ = ["memory_problem", "problems", "settle"]
 
-#: float32 weights, gradients and two moments of the optimizer.
+#: float32 weights, gradients and two moments of the optimizer, in bytes.
 BYTES_PER_PARAMETER = 16
 
 
 def settle(args: argparse.Namespace) -> argparse.Namespace:
-    """The flags with aliases resolved and defaults that depend on others.
+    """Returns the flags with their aliases resolved and with the defaults that depend on other flags.
 
     Raises:
         ConfigError: a flag and its alias are both given, and differ.
@@ -37,10 +37,10 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def problems(args: argparse.Namespace, *, launched_ranks: int | None = None) -> list[str]:
-    """What is wrong with settled flags, a sentence each; empty when they can be used.
+    """Returns what is wrong with settled flags, one sentence each; empty when they can be used.
 
     Args:
-        launched_ranks: of the job, as a launcher says; None without one.
+        launched_ranks: number of ranks of the job, as the launcher says; None without a launcher.
     """
     return [
         *_numbers(args),
@@ -163,7 +163,7 @@ def _folders(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _file_on_the_way(folder: str) -> str:
-    """The nearest ancestor that exists, itself included, if it is no folder; else ""."""
+    """Returns ``folder`` or its nearest ancestor that exists, if that is a file; else ""."""
     while folder and not os.path.exists(folder):
         folder = os.path.dirname(folder)
     return "" if not folder or os.path.isdir(folder) else folder
@@ -232,7 +232,7 @@ def _data(args: argparse.Namespace) -> Iterator[str]:
 
 
 def memory_problem(args: argparse.Namespace, available: int) -> str:
-    """Why the model does not fit into the memory of a rank, of ``available`` bytes; "" when it does."""
+    """Why the model does not fit into the ``available`` bytes of memory of a rank; "" when it fits."""
     replicas = args.num_optimizer_replicas or args.ranks
     count = parameters_of(CONFIGURATIONS[args.model])
     needed = count * BYTES_PER_PARAMETER * replicas // args.ranks

@@ -15,13 +15,13 @@ from resiliency.errors import ConfigError
 
 __all__ = ["Tokenizer", "Windows", "load_tokenizer", "make_loaders"]
 
-#: Windows of an epoch, at least: a job that is longer than its text sees it again, at other places.
+#: Least number of windows in an epoch. When the text is short they overlap, so that it is seen again, cut elsewhere.
 _WINDOWS = 4096
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to numbers in [0, ``size``)."""
+    """Turns text into token numbers in [0, ``size``)."""
 
     size: int
     encode: Callable[[bytes], Tensor]
@@ -32,10 +32,10 @@ def _bytes(text: bytes) -> Tensor:
 
 
 def load_tokenizer(path: str | None) -> Tokenizer:
-    """The tokenizer of a file; None: bytes.
+    """The tokenizer that is stored in a file; None: one whose tokens are bytes.
 
     Raises:
-        ConfigError: the package that reads it is not installed, or its name ends in neither .model nor .json.
+        ConfigError: the package that reads the file is not installed, or its name ends in neither .model nor .json.
     """
     if path is None:
         return Tokenizer(256, _bytes)
@@ -64,7 +64,7 @@ def _decoded(text: bytes) -> str:
 
 
 class Windows(Dataset[Tensor]):
-    """``count`` windows of ``length + 1`` tokens, spread evenly. Items: int64 [length + 1] on the CPU."""
+    """``count`` windows of ``length + 1`` tokens, spread evenly over the text. Items: int64 [length + 1] on the CPU."""
 
     def __init__(self, tokens: Tensor, *, length: int, count: int) -> None:
         if len(tokens) <= length:

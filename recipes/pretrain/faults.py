@@ -1,4 +1,4 @@
-"""Faults on purpose: ``--sim-fault-desc "random,120"`` hits one rank 120 seconds after the start of training."""
+"""Simulated faults: ``--sim-fault-desc "random,120"`` kills or stops one rank 120 seconds after training starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Fault(enum.Enum):
-    """What happens to the rank. Its value is the signal."""
+    """What happens to the rank. The value is the signal that it gets."""
 
     rank_killed = signal.SIGKILL
     rank_hung = signal.SIGSTOP
@@ -31,10 +31,10 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class FaultPlan:
-    """A fault of an attempt of the job.
+    """The fault that each attempt of the job gets.
 
     Attributes:
-        fault: None: drawn.
+        fault: None: one is drawn at random.
         delay_s: seconds after the start of training.
     """
 
@@ -43,10 +43,10 @@ class FaultPlan:
 
     @classmethod
     def parse(cls, text: str) -> FaultPlan:
-        """Of "type,seconds".
+        """Reads "type,seconds".
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: the text is not of this form, or the type is unknown.
         """
         kind, _, seconds = text.partition(",")
         known = {fault.name: fault for fault in Fault}
@@ -62,7 +62,7 @@ class FaultPlan:
         return cls(fault=known.get(kind), delay_s=delay_s)
 
     def draw(self, *, seed: str, ranks: int) -> tuple[Fault, int]:
-        """The fault and the rank it hits, the same on every rank for the same seed."""
+        """Draws the fault and the rank that it hits; the same on every rank for the same seed."""
         source = random.Random(seed)
         victim = source.randrange(ranks)
         return self.fault or source.choice(list(Fault)), victim
@@ -72,9 +72,9 @@ class SimulatedFault(Callback):
     """Sends one rank a signal, once in each attempt of the job.
 
     Args:
-        plan: when and what.
-        job: with the attempt's number, the seed of what is drawn.
-        send: of the signal; replaced in tests.
+        plan: the fault and its delay.
+        job: name of the job; with the restart count it is the seed of what is drawn.
+        send: sends the signal; tests replace it.
     """
 
     def __init__(self, plan: FaultPlan, *, job: str, send: Callable[[int, int], Any] = os.kill) -> None:

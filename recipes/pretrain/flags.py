@@ -18,7 +18,8 @@ def _whether(text: str) -> bool:
 
 
 def _number_or_none(text: str) -> int | None:
-    """Recipes pass "None" for a flag that is not set; -1 means the same for intervals."""
+    """Returns None for "None", which recipes pass for a flag that is not set, and for "-1", which says the same of an
+    interval; else the number."""
     return None if text == "None" or text == "-1" else int(text)
 
 
@@ -27,7 +28,8 @@ def _text_or_none(text: str) -> str | None:
 
 
 class _StoreGiven(argparse.Action):
-    """Stores the value, and in ``<dest>_given`` that there was one: a default means less than the same value given."""
+    """Stores the value, and True in ``<dest>_given``, because a value that was passed means more than the same
+    default."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: object, *_: object
@@ -51,7 +53,7 @@ class _Flags:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser. What a value must be, and which flags go together, is checked in :mod:`recipes.pretrain.checks`."""
+    """The parser. :mod:`recipes.pretrain.checks` checks the values and which flags go together."""
     parser = argparse.ArgumentParser(
         prog="train.py",
         description="Trains a GPT with plain Lightning and the callbacks of resiliency.",
@@ -127,5 +129,5 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags; exits with 2 for one that is unknown or has a value of another kind."""
+    """Returns the flags; exits with 2 when one is unknown or its value cannot be parsed."""
     return make_parser().parse_args(arguments)

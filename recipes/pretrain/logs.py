@@ -11,18 +11,19 @@ __all__ = ["log_folder", "profile_folder", "start_logging"]
 
 
 def log_folder(args: argparse.Namespace) -> str:
-    """Of logs and scalars: below ``--log-dir`` with ``--log-to-remote-storage``, else on this host."""
+    """Folder of logs and scalars: below ``--log-dir`` with ``--log-to-remote-storage``, else in this host's temporary
+    folder."""
     root = args.log_dir if args.log_to_remote_storage else tempfile.gettempdir()
     return os.path.join(root, args.job_name, "log")
 
 
 def profile_folder(args: argparse.Namespace) -> str:
-    """Of traces."""
+    """Folder of traces."""
     return os.path.join(args.log_dir, args.job_name, "profile")
 
 
 def start_logging(args: argparse.Namespace, rank: int) -> None:
-    """Log lines go to stderr on rank 0, and on each rank to ``rank-<r>.log`` in the log folder."""
+    """Sends the log lines of each rank to ``rank-<r>.log`` in the log folder, and those of rank 0 also to stderr."""
     folder = log_folder(args)
     os.makedirs(folder, exist_ok=True)
     handlers: list[logging.Handler] = [logging.FileHandler(os.path.join(folder, f"rank-{rank}.log"))]

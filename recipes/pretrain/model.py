@@ -25,7 +25,7 @@ class _RMSNorm(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention and MLP, each with a norm before it. [batch, time, width] to the same."""
+    """Attention and MLP, each with a norm before it. Input and output: [batch, time, width]."""
 
     def __init__(self, model: Configuration) -> None:
         super().__init__()
@@ -63,10 +63,10 @@ class GPT(pl.LightningModule):
     """A language model with AdamW, and a warm-up and cosine schedule. Batches: int64 [batch, time + 1].
 
     Args:
-        model: its shape.
-        steps: after which the learning rate has reached its lowest.
-        replicas: ranks that hold the same optimizer state, under a strategy with a device mesh; the others' is sharded.
-            None: parameters are as the strategy has them.
+        model: the shape of the model.
+        steps: the learning rate is lowest after so many optimizer steps.
+        replicas: number of ranks that hold the same optimizer state; within each group of ``world_size / replicas``
+            ranks parameters and state are sharded. None: the strategy alone decides.
     """
 
     def __init__(self, model: Configuration, *, steps: int, replicas: int | None = None) -> None:
@@ -81,7 +81,7 @@ class GPT(pl.LightningModule):
                 nn.init.normal_(parameter, std=0.02)
 
     def configure_model(self) -> None:
-        """Shards parameters over the ranks of a group, and replicates groups, if that was asked for."""
+        """With ``replicas``: shards the parameters over the ranks of a group, and replicates the groups."""
         if self.replicas is None or getattr(self, "_sharded", False):
             return
         from torch.distributed.device_mesh import init_device_mesh

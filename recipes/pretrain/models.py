@@ -1,4 +1,4 @@
-"""Sizes of the models. Those of 8B and more are Llama 3's; "t" marks one that is cut to a few layers, for a test."""
+"""Sizes of the models. Those of 8B and more are Llama 3's; a "t" at the end: cut to a few layers, for tests."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Configuration:
     Attributes:
         layers, width, heads, kv_heads, mlp: shape; ``width`` is a multiple of ``heads``, ``heads`` of ``kv_heads``.
         length: tokens of a sequence.
-        vocabulary: tokens; more if the tokenizer has more.
-        rope_base: of the rotary positions.
+        vocabulary: number of tokens; raised to that of the tokenizer when it has more.
+        rope_base: base of the rotary positions.
         lr: peak learning rate.
     """
 

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 def checked(arguments: Sequence[str]) -> argparse.Namespace:
-    """Flags that can be used; exits with 2 and says why for others."""
+    """Returns the settled flags when they can be used; otherwise says why not and exits with 2."""
     parser = make_parser()
     launched = environment().world_size if environment().local_rank is not None else None
     try:
@@ -66,14 +66,15 @@ def _available_bytes(args: argparse.Namespace) -> int:
 
 
 def is_sharded(args: argparse.Namespace) -> bool:
-    """True when ranks share the optimizer state out between them."""
+    """True when the optimizer state is sharded over the ranks (FSDP2)."""
     return args.num_optimizer_replicas is not None and args.num_optimizer_replicas < args.ranks
 
 
 def resume_path(args: argparse.Namespace) -> str | None:
-    """What Lightning is told to resume from: the newest whole checkpoint, where its own code writes them (FSDP2).
+    """The checkpoint that Lightning is told to resume from: the newest complete one when its own code writes them
+    (FSDP2); None when there is none.
 
-    None otherwise: the callback finds the newest step of all tiers, and says so itself.
+    Also None without FSDP2: then the callback itself finds the newest step of all tiers and resumes from it.
     """
     if not is_sharded(args):
         return None
@@ -101,7 +102,7 @@ def make_trainer(args: argparse.Namespace) -> pl.Trainer:
         max_epochs=-1,
         max_time=None if args.max_runtime is None else timedelta(seconds=args.max_runtime),
         accumulate_grad_batches=accumulate,
-        # Lightning counts batches here, over epochs when check_val_every_n_epoch is None.
+        # Lightning counts batches here; across epochs when check_val_every_n_epoch is None.
         val_check_interval=None if args.val_check_interval is None else args.val_check_interval * accumulate,
         check_val_every_n_epoch=None if args.val_check_interval is not None else 1,
         limit_val_batches=args.limit_val_batches if args.val_check_interval is not None else 0,
@@ -116,7 +117,7 @@ def make_trainer(args: argparse.Namespace) -> pl.Trainer:
 
 
 def run(arguments: Sequence[str]) -> pl.Trainer:
-    """Trains as the flags say."""
+    """Trains as the flags say. Returns the Trainer; raises ConfigError when the data does not suffice."""
     args = checked(arguments)
     start_logging(args, environment().rank)
     pl.seed_everything(args.seed, verbose=False)
@@ -139,7 +140,7 @@ def run(arguments: Sequence[str]) -> pl.Trainer:
     trainer = make_trainer(args)
     trainer.fit(module, train, val, ckpt_path=resume_path(args))
     if args.enable_dist_ckpt:
-        # Through the Trainer, as other code would: written by the plugin.
+        # Saved through the Trainer, as other code would do it, so that the plugin writes it.
         trainer.save_checkpoint(Path(log_folder(args)) / "final.ckpt")
     if trainer.is_global_zero:
         logger.info(

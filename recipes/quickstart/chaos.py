@@ -27,10 +27,10 @@ class Kill:
     """One planned SIGKILL.
 
     Attributes:
-        after_step: the kill waits until training has passed this step.
-        in_save: it then follows the next start of a save; otherwise the next end of a step.
+        after_step: the kill waits until training has reached this step.
+        in_save: then it waits for the next start of a save; False: for the next end of a step.
         delay_s: seconds it waits after that, so that kills hit every stage of a save.
-        rank: the victim when it is one rank.
+        rank: the rank that is killed when the victim is one rank.
     """
 
     after_step: int
@@ -42,7 +42,7 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True)
 class Shot:
-    """One SIGKILL that was sent: when (monotonic), at which step, in which attempt."""
+    """One SIGKILL that was sent: when (monotonic seconds), at which step, in which attempt."""
 
     kill: Kill
     time_s: float
@@ -70,7 +70,7 @@ def draw_kills(*, seed: int, count: int, steps: int, ranks: int) -> list[Kill]:
 
 
 class Killer:
-    """Carries out planned kills in order. Thread: one, the one that polls the follower.
+    """Carries out planned kills in order. Thread: the one that polls the follower.
 
     Attributes:
         shots: kills sent so far.

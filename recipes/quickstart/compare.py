@@ -65,7 +65,7 @@ def train(args: argparse.Namespace, name: str, *, kills: int, advance: Callable[
 
 
 def watch(args: argparse.Namespace, console: Console, name: str, title: str, *, kills: int) -> Outcome:
-    """``train`` with a progress bar; each kill is a line above it."""
+    """Runs ``train`` with a progress bar; each kill is printed as a line above it."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -121,7 +121,7 @@ def table_of(calm: Outcome, killed: Outcome) -> Table:
 
 
 def compare(args: argparse.Namespace, console: Console) -> bool:
-    """Both runs, and their table. False: they do not end with the same weights, or not all kills were sent."""
+    """Does both runs and prints their table. Returns False when the final weights differ or a kill was not sent."""
     console.rule("[bold]processes are killed", align="left")
     calm = watch(args, console, "undisturbed", "undisturbed", kills=0)
     killed = watch(args, console, "killed", "with kills ", kills=args.kills)

@@ -15,7 +15,8 @@ MAX_BYTES = 4 * 1024 * 1024
 
 
 def read_corpus(folder: str | None = None) -> bytes:
-    """Up to 4 MiB of text: ``*.py`` and ``*.txt`` files of a folder in order of their names; None: Python's library."""
+    """Up to 4 MiB of text: the ``*.py`` and ``*.txt`` files of ``folder`` in order of their names; None: those of
+    Python's library."""
     root = Path(folder or sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.iterdir() if path.suffix in (".py", ".txt"))
     text = b"\n".join(path.read_bytes() for path in files)[:MAX_BYTES]

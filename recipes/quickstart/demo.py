@@ -1,5 +1,5 @@
-"""Trains a small GPT while processes are killed, and hosts, and shows what it cost. ``make demo``, or
-``python -m recipes.quickstart.demo``; exits with 1 when something that is promised did not come true."""
+"""Trains a small GPT while processes and hosts are killed, and shows what that cost: ``make demo``, or
+``python -m recipes.quickstart.demo``. Exits with 1 when something that is promised did not come true."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def told(chapters: list[Chapter], console: Console) -> bool:
-    """Whether what was to happen did."""
+    """True when the supervisor has taken the expected remedies, in order, and training went on after each; otherwise
+    prints what was done and returns False."""
     remedies = tuple(chapter.remedy for chapter in chapters)
     if remedies == REMEDIES and all(chapter.trains_s is not None for chapter in chapters):
         return True
@@ -89,7 +90,7 @@ def told(chapters: list[Chapter], console: Console) -> bool:
 
 
 def report(logs: list[Path], page: Path) -> bool:
-    """The goodput of the runs, printed and as a page."""
+    """Prints the goodput of the runs and writes it as an HTML page. Returns False when that failed."""
     words = [word for log in logs for word in ("--log", str(log))]
     command = [sys.executable, "-m", "resiliency.cli", "goodput", "report", *words, "--html", str(page)]
     return subprocess.run(command, timeout=120, check=False).returncode == 0

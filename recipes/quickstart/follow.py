@@ -17,7 +17,7 @@ class Follower:
     """Reads new lines of event logs as they are written. Thread: one.
 
     Args:
-        logs: which files below the folder.
+        logs: pattern of the log files below ``folder``.
 
     Attributes:
         records: all records read so far.
@@ -41,12 +41,12 @@ class Follower:
 
     @property
     def moved(self) -> bool:
-        """The newest attempt has made a step."""
+        """True when the newest attempt has made a step."""
         return self.begun is not None
 
     @property
     def made(self) -> int:
-        """Steps of the newest attempt."""
+        """Number of steps that the newest attempt has made."""
         return 0 if self.begun is None else self.step - self.begun
 
     def poll(self) -> list[Record]:

@@ -1,4 +1,4 @@
-"""The job on several hosts of this machine under a supervisor, and what the demo does to them."""
+"""Runs the job on several hosts, all on this machine, under a supervisor, and does to them what the demo shows."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ __all__ = ["Hosts"]
 class Hosts:
     """``resiliency run --nnodes N-1:N --spares 1``, one rank a host. Thread: one. Use as a context manager.
 
-    All that supervisor, hosts and ranks write lies in one folder: their state in ``cluster``, their event logs in
-    ``events``.
+    Supervisor, hosts and ranks write into one folder only: their state to ``cluster``, their event logs to ``events``.
 
     Args:
-        args: those of the demo.
+        args: the arguments of the demo.
     """
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
@@ -68,21 +67,22 @@ class Hosts:
         self.launch.stop()
 
     def is_full(self) -> bool:
-        """All places are taken, and their ranks make steps."""
+        """True when every place has a host and the ranks have ended a step."""
         return self.follower.moved and len(self.follower.workers) == self.full
 
     def ready(self) -> set[str]:
-        """Hosts that have passed their check, as the supervisor says. Blocks: up to 10 s."""
+        """Hosts that have passed their check, by the supervisor's status; none while it does not answer. Blocks: up to
+        10 s."""
         try:
             address = (self._state / "address").read_text()
             token = (self._state / "operator-token").read_text()
             status = OperatorClient(f"http://{address}", token=token).get("/v1/status")
         except (OSError, ResiliencyError):
-            return set()  # it does not answer yet
+            return set()  # the supervisor does not answer yet
         return {host["name"] for host in status["hosts"] if host["state"] == "ready"}
 
     def kill(self, host: str) -> Deed:
-        """SIGKILL to all processes of a host at once, as when its power fails."""
+        """Kills all processes of a host at once, as when its power fails."""
         monitor = self._monitor_of(host)
         deed = self._note(DeedKind.KILL, host)
         kill_all([monitor, *monitor.children(recursive=True)])
@@ -90,13 +90,13 @@ class Hosts:
         return deed
 
     def bring_back(self) -> Deed:
-        """The host that was lost last is started again."""
+        """Starts the host again that was killed last."""
         deed = self._note(DeedKind.RETURN, self._lost.pop())
         os.kill(self.launch.pid, signal.SIGUSR2)
         return deed
 
     def end(self) -> None:
-        """The training has been seen for long enough, and ends."""
+        """Tells the training to end after its current step."""
         self._enough.touch()
 
     def _note(self, kind: DeedKind, host: str) -> Deed:

@@ -17,26 +17,26 @@ from resiliency.launch.processes import become_subreaper
 __all__ = ["Launch", "kill_all"]
 
 REPOSITORY = Path(__file__).parents[2]
-#: For processes to be gone after SIGKILL.
+#: Seconds that processes get to be gone after SIGKILL.
 KILL_S = 10.0
 
 
 class Launch:
     """``resiliency run ... -m recipes.quickstart.train`` in a session of its own, with a deadline.
 
-    Thread: one. Use as a context manager: leaving it kills all that it has started (not only the process group:
-    launchers give workers sessions of their own, and host agents outlive them by design).
+    Thread: one. Use as a context manager: leaving it kills all processes that it has started. The process group would
+    not do, because launchers give ranks sessions of their own, and host agents outlive them by design.
 
     Args:
-        flags: of ``resiliency run``.
-        arguments: of train.py, beside its folder.
-        variables: of the environment.
-        logs: the event logs, see :class:`Follower`.
+        flags: flags of ``resiliency run``.
+        arguments: arguments of train.py, besides its folder.
+        variables: added to the environment.
+        logs: pattern of the event logs, see :class:`Follower`.
 
     Attributes:
         folder: where checkpoints, event logs, ``result.json`` and ``output.log`` go.
-        started_s: monotonic time of the start.
-        pid: of the launcher.
+        started_s: monotonic time of the start, in seconds.
+        pid: process id of the launcher.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Launch:
         command += ["-m", "recipes.quickstart.train", "--dir", str(folder), *arguments]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "RESILIENCY_RUN": folder.name} | variables
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
-        become_subreaper()  # what a killed process leaves is a child of this one then, and can be found
+        become_subreaper()  # orphans of a killed process become children of this one, so that they can be found
         self.started_s = time.monotonic()
         self._deadline_s = self.started_s + deadline_s
         self._process = subprocess.Popen(
@@ -99,7 +99,7 @@ class Launch:
         return "\n".join(text.splitlines()[-lines:])
 
     def stop(self) -> None:
-        """Ends everything this launch started. Blocks: up to 10 s. Idempotent."""
+        """Kills all processes that this launch has started. Blocks: up to 30 s. Idempotent."""
         deadline_s = time.monotonic() + KILL_S
         while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline_s:
             kill_all(left)
@@ -108,7 +108,7 @@ class Launch:
 
 
 def kill_all(processes: Iterable[psutil.Process]) -> None:
-    """SIGKILL to all, and waits for their ends. Blocks: up to 10 s."""
+    """Kills all ``processes`` and waits until they have ended. Blocks: up to 10 s."""
     known = list(processes)
     for process in known:
         try:

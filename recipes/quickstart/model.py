@@ -14,7 +14,7 @@ __all__ = ["TinyGPT"]
 
 
 class _Block(nn.Module):
-    """Attention and MLP, each with layer norm before and dropout after. [batch, time, width] to the same."""
+    """Attention and MLP, each with layer norm before and dropout after. Input and output: [batch, time, width]."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()

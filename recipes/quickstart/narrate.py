@@ -1,4 +1,4 @@
-"""The second half of the demo: hosts are killed and come back, and each thing that follows is said as it happens."""
+"""The second half of the demo: kills hosts, brings one back, and prints each thing that follows as it happens."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from resiliency.events import boot_seconds
 __all__ = ["narrate", "story_table"]
 
 POLL_S = 0.02
-#: Between two questions to the supervisor.
+#: Seconds between two requests to the supervisor.
 ASK_S = 0.5
 
 
 class Watch:
-    """The screen: one line that moves, and those above it that stay. Thread: one."""
+    """The screen: a progress line, and the lines above it that stay. Thread: one."""
 
     def __init__(self, console: Console, progress: Progress, hosts: Hosts) -> None:
         self._console, self._progress, self._hosts = console, progress, hosts
@@ -44,10 +44,10 @@ class Watch:
         self.say(text, deed.time_s)
 
     def until(self, is_so: Callable[[], bool], waits_for: str) -> None:
-        """Follows the job until something is so.
+        """Prints the news of the job until ``is_so`` returns True.
 
         Raises:
-            SystemExit: the job has ended before, or takes too long; with the end of its output.
+            SystemExit: the job ended before that, or passed its deadline.
         """
         follower = self._hosts.follower
         while True:
@@ -64,10 +64,10 @@ class Watch:
 
 
 def narrate(args: argparse.Namespace, console: Console) -> list[Chapter]:
-    """Runs the job to its end. Blocks: minutes.
+    """Runs the job to its end; returns a chapter for each thing that was done to a host. Blocks: minutes.
 
     Raises:
-        SystemExit: it has failed, or has taken too long.
+        SystemExit: the job failed, or passed its deadline.
     """
     folder = (args.dir / "hosts").resolve()
     console.rule("[bold]hosts are killed", align="left")
@@ -100,7 +100,7 @@ def narrate(args: argparse.Namespace, console: Console) -> list[Chapter]:
 
 
 def _wait_for_start(watch: Watch, hosts: Hosts) -> None:
-    """All train, and the spare has passed its check."""
+    """Waits until all hosts train and the spare has passed its check."""
     ready: set[str] = set()
     asked_s = 0.0
 
@@ -129,7 +129,7 @@ def _wait_for_training(watch: Watch, hosts: Hosts, deed: Deed, waits_for: str) -
 
 
 def story_table(chapters: list[Chapter], folder: Path, began_s: float) -> Table:
-    """The whole in a table. Args: folder: of the run; began_s: by the clock of the event log."""
+    """A table of all chapters. ``folder``: of the run. ``began_s``: its start, by the clock of the event log."""
     table = Table(title=f"What happened to the hosts ({folder.name})", title_justify="left")
     table.add_column("")
     resizes = _resizes(folder)
@@ -166,6 +166,6 @@ def _resized(chapter: Chapter, resizes: list[dict[str, Any]], name: str, form: s
 
 
 def _resizes(folder: Path) -> list[dict[str, Any]]:
-    """What train.py has written when it came back at another size."""
+    """What train.py wrote each time that it came back with another number of ranks."""
     path = folder / "resizes.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -1,4 +1,4 @@
-"""What happens to the hosts, told from the event log: noticed when, done what, training again when. Pure."""
+"""Tells from the event log what happens to the hosts: when it is noticed, what is done, when training goes on. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recipes.quickstart.follow import Record
 
 __all__ = ["Chapter", "Deed", "DeedKind", "Teller", "chapters_of"]
 
-#: In words, by remedy.
+#: Words for each remedy.
 DONE = {
     "restart_in_job": "ranks replaced",
     "restart_workload": "all started anew",
@@ -30,9 +30,10 @@ class DeedKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Deed:
-    """
+    """One thing that the demo has done to a host.
+
     Attributes:
-        time_s: by the clock of the event log.
+        time_s: monotonic seconds, by the clock of the event log.
         step, attempt, ranks: of the training at that moment.
     """
 
@@ -46,18 +47,18 @@ class Deed:
 
 @dataclass(frozen=True, kw_only=True)
 class Chapter:
-    """A deed and what came of it. Times are seconds after the deed; None: it was not seen.
+    """A deed and what came of it. Times are seconds after the deed; None when the log does not show the event.
 
     Attributes:
-        noticed_s: the supervisor has seen it.
-        remedy: what it has done, as it names it; "": nothing.
-        decided_s: when it has begun to.
-        host_in: the spare that has taken the place; "": none.
-        from_step: of the checkpoint from which training went on.
-        trains_s: the first step after it was made.
-        redone: steps made before that were made once more.
-        meanwhile: steps made between the deed and the change.
-        ranks: afterwards.
+        noticed_s: when the supervisor noticed it.
+        remedy: the supervisor's name for what it did; "": it did nothing.
+        decided_s: when it decided on the remedy.
+        host_in: the spare that took the lost host's place; "": none.
+        from_step: step of the checkpoint from which training went on; None: none was loaded.
+        trains_s: when the first step afterwards was made.
+        redone: number of steps that had been made before and were made again.
+        meanwhile: number of steps that the old attempt made after the deed.
+        ranks: number of ranks afterwards.
     """
 
     deed: Deed
@@ -73,13 +74,13 @@ class Chapter:
 
     @property
     def done(self) -> str:
-        """In words."""
+        """The remedy in words."""
         words = DONE.get(self.remedy, self.remedy or "nothing")
         return f"{words} {self.host_in}" if self.host_in else words
 
 
 def chapters_of(deeds: Sequence[Deed], records: Iterable[Record]) -> list[Chapter]:
-    """What came of each deed, until the next one. ``records``: in any order."""
+    """One chapter for each deed, from the records between it and the next one. ``records``: in any order."""
     ordered = sorted(records, key=lambda record: record["monotonic_s"])
     ends = [deed.time_s for deed in deeds[1:]] + [float("inf")]
     return [
@@ -114,14 +115,14 @@ def _chapter(deed: Deed, records: Sequence[Record]) -> Chapter:
 
 
 def is_notice(deed: Deed, record: Record) -> bool:
-    """The supervisor says that it has seen what was done."""
+    """True when the record says that the supervisor has noticed the deed."""
     if deed.kind is DeedKind.KILL:
         return record["event_type"] == "host_lost" and record.get("lost_host") == deed.host
     return record["event_type"] == "observed" and record.get("observation") == "capacity"
 
 
 class Teller:
-    """Makes a line of each record that is news, for whoever watches. Thread: one."""
+    """Turns each record that is news into a line of text. Thread: one."""
 
     def __init__(self) -> None:
         self._restored = self._trains = 0
@@ -129,11 +130,11 @@ class Teller:
         self._noticed = False
 
     def begin(self, deed: Deed) -> None:
-        """From now on it is about this."""
+        """Relates all later records to ``deed``."""
         self._deed, self._noticed = deed, False
 
     def tell(self, records: Iterable[Record]) -> list[tuple[float, str]]:
-        """When by the clock of the event log, and what. Args: records: the next ones, oldest first."""
+        """Returns (monotonic seconds, text) for each of the next ``records``, oldest first, that is news."""
         found = []
         for record in records:
             text = self._text(record)

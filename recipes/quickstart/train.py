@@ -44,7 +44,7 @@ def weights_hash(module: torch.nn.Module) -> str:
 
 
 class EndOnFile(pl.Callback):
-    """Ends the training, on all ranks after one step, when a file is there: the demo says when it has seen enough."""
+    """Ends the training on all ranks after the same step once ``path`` exists, which is how the demo ends it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -79,7 +79,8 @@ def main() -> None:
     model = TinyGPT(steps=args.steps, width=args.width)
 
     def resized(old: int, new: int, trainer: pl.Trainer) -> None:
-        """The learning rate follows by the rule below, and with it the samples of a step: each rank keeps its batch."""
+        """Notes the new size. Each rank keeps its batch, so the samples of a step change with the number of ranks, and
+        the learning rate with them (by the rule below)."""
         if not trainer.is_global_zero:
             return
         now = {"old": old, "new": new, "step": trainer.global_step, "samples": new * args.batch}

@@ -1,4 +1,4 @@
-"""``from resiliency.goodput_measure import logging; logging.log_event(...)``: a logger a process, made at first use."""
+"""``from resiliency.goodput_measure import logging; logging.log_event(...)``: one logger per process."""
 
 from __future__ import annotations
 

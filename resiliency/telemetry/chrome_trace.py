@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["TraceEvents", "TraceFiles", "trace_document"]
 
-#: The events of so many steps are kept, to be joined by another save of the same step.
+#: Number of steps whose events are kept, so that another save of the same step can be added to its file.
 _KEPT_STEPS = 4
 
 
@@ -28,7 +28,7 @@ class TraceEvents:
         moments: (name, time, pid, thread, facts), in nanoseconds.
         processes: names by pid.
         threads: names by (pid, thread).
-        facts: of the save.
+        facts: facts about the save.
     """
 
     spans: Sequence[tuple[str, int, int, int, int, Mapping[str, Any]]]
@@ -39,7 +39,7 @@ class TraceEvents:
 
 
 def trace_document(saves: Iterable[TraceEvents]) -> dict[str, Any]:
-    """One document of the traces of one or more saves."""
+    """One JSON document of the traces of all ``saves``."""
     names: dict[tuple[int, int | None], dict[str, Any]] = {}
     events: list[dict[str, Any]] = []
     facts = []
@@ -63,8 +63,8 @@ def trace_document(saves: Iterable[TraceEvents]) -> dict[str, Any]:
 class TraceFiles:
     """Writes the traces of one rank, one file a step: ``ckpt_rank{r}_step{n}_trace.json``.
 
-    Several saves of one step are in one file; a trace that was there from an earlier start is replaced. A file appears
-    whole. Thread: any.
+    Several saves of one step share a file; the file of an earlier start is replaced. No reader sees a half written
+    file. Thread: any.
     """
 
     def __init__(self, folder: str, rank: int) -> None:
@@ -76,10 +76,10 @@ class TraceFiles:
         return os.path.join(self.folder, f"ckpt_rank{self._rank}_step{step}_trace.json")
 
     def write(self, step: int, save: TraceEvents) -> str:
-        """Adds a save to the file of its step. Returns its path.
+        """Adds a save to the file of its step. Returns the path of the file.
 
         Raises:
-            OSError: it cannot be written; what was there is as it was.
+            OSError: it cannot be written; a file that was there is unchanged.
         """
         with self._lock:
             saves = self._steps.setdefault(step, [])

@@ -22,7 +22,7 @@ __all__ = ["Collector"]
 
 #: Key of a segment that is still open: attempt number (None when the log has none) and rank or node.
 _Key = tuple[int | None, int]
-#: An event that waits, with its kind and time.
+#: An event that is held back, with its kind and time.
 _Held = tuple[Mapping[str, Any], str, float]
 
 _MARKED = frozenset(
@@ -45,9 +45,9 @@ _MARKED = frozenset(
         EventKind.CHECKPOINT_REPAIRED,
     }
 )
-#: Of a rank; they belong to no tier.
+#: Stalls of a rank, which belong to no tier.
 _STALLS = frozenset({EventKind.CHECKPOINT_STARTED, EventKind.CHECKPOINT_FENCED})
-#: Events that may show that the segment before them has ended, and the time of a segment that they tell.
+#: Events that may show that the segment before them has ended, each with the attribute of a segment that gets its time.
 _BEGINNINGS = {
     EventKind.JOB_STARTED: "started",
     EventKind.RESTORE_STARTED: "restore",
@@ -58,21 +58,21 @@ _BEGINNINGS = {
 _SUBJECT = ("worker", "worker_rank", "lost_rank", "global_rank")
 MAX_SECONDS = 1e9
 MAX_CLOCKS = 65_536
-#: A step that follows another one has a number that is no more than this higher, where one of both is doubted.
+#: A doubted line follows another one when its number is higher by no more than this (and the steps that it covers).
 NEXT_STEPS = 64
-#: A writer that leaves out so many steps between two lines may leave out this many times as many.
+#: Once a leap of some steps between two lines is confirmed, leaps of this many times as many are not doubted.
 MOST_PACES = 64
-#: A stall is told within the step it was in, and the step before at most this much late.
+#: Seconds by which a stall may seem to begin before the end of the last step, because that step's line came late.
 LONGEST_OVERLAP_S = 1.0
 #: Characters of the name of a span.
 MOST_NAME = 80
 #: Files of a rank's output, and characters of their paths.
 MOST_LOGS, MOST_PATH = 4, 1024
-#: A launcher that ran for longer before the first attempt has not been starting it.
+#: Longest start that is believed, in seconds: a launcher that ran for longer before was not starting this attempt.
 LONGEST_START_S = 86_400.0
-#: What a launcher of ours does before its first line is to import itself.
+#: Longest time from the start of our launcher to its first line, in seconds: all it does before is to import itself.
 LONGEST_IMPORT_S = 600.0
-#: Hosts on which a rank may have lived under one attempt number.
+#: Most hosts, other than its first one, that a rank may have moved to under one attempt number.
 MOST_MOVES = 8
 
 
@@ -112,24 +112,25 @@ def _seconds(value: object) -> float:
 
 
 def _since(record: Mapping[str, Any], key: str) -> float:
-    """How long ago something began that led to this start; 0: not told, or longer ago than it can be."""
+    """Seconds since a part of this start began; 0 when the event does not tell, or tells more than is believed."""
     seconds = _seconds(record.get(key))
     return seconds if seconds < LONGEST_START_S else 0.0
 
 
 def _name(value: object) -> str:
-    """Of a span, as a report shows it."""
+    """The name of a span as a report shows it."""
     return str(value or "unnamed")[:MOST_NAME]
 
 
 def _monotonic(value: object) -> float | None:
-    """Seconds since a host was started; None when that is missing, negative or more than it can be."""
+    """Seconds since the boot of a host; None when they are missing, negative or too many."""
     number = value if type(value) is float else _number(value)
     return number if number is not None and 0.0 <= number < MAX_SECONDS else None
 
 
 def _are_plain(values: Iterable[object]) -> bool:
-    """One loop with few calls: this is asked of each event."""
+    """True when :func:`plain` would change none of the values; False also for lists and dicts, without a look into
+    them. One loop with few calls, because it runs for each event."""
     for value in values:
         kind = type(value)
         if kind is int or kind is float:
@@ -151,13 +152,15 @@ class Collector:
 
     def __init__(self) -> None:
         self.runs: dict[str, RunFacts] = {}
-        #: Open segments by run; the reader keeps its own cache and drops it when ``generation`` changes.
+        #: Grows when a segment is opened or its steps begin anew; the reader then drops its own cache of segments.
         self.generation = 0
+        #: Open segments by run.
         self._open: dict[str, dict[_Key, Segment]] = {}
         self._open_nodes: dict[str, dict[_Key, Segment]] = {}
-        #: By run, where its ranks live.
+        #: By run: the hosts of its ranks.
         self._hosts: defaultdict[str, set[str]] = defaultdict(set)
-        #: By run, attempt and rank: other hosts than that of its first line, with what waits there.
+        #: By run, attempt and rank: hosts other than that of the rank's first line, each with the event from there that
+        #: waits for a second one; None once the second one has come.
         self._moved: dict[tuple[str, int | None, int], dict[str, _Held | None]] = {}
         self._seen = SeenLines()
         self._handlers: dict[str, Callable[[RunFacts, Segment, float, Mapping[str, Any]], None]] = {
@@ -191,7 +194,7 @@ class Collector:
             record: an :class:`Event`, or the object of one JSON line.
             drop_copies: leave out an event that says the same as an earlier one, in whatever order or form: log
                 shippers and exports deliver at least once.
-            is_plain: the text in it is known to be fit to be shown.
+            is_plain: True when :func:`plain` is known to change nothing in it.
         """
         if isinstance(record, Event):
             record = {
@@ -218,7 +221,7 @@ class Collector:
             return
         attempt = _count(record.get("attempt"))
         if attempt is None and "attempt" in record:
-            run.quality["bad_values"] += 1  # it would be an attempt of its own
+            run.quality["bad_values"] += 1  # taken as None, it would be an attempt of its own
             return
         stamp = record.get("timestamp", record.get("time"))
         time = parse_stamp(stamp)
@@ -248,10 +251,10 @@ class Collector:
             if handler is not None and self._is_held(run, known, kind, time, mono, host, record):
                 return
             if self._moved.get((run.name, attempt, known.lane), {}).get(host, ()) is not None:
-                known = None  # it is of another process
+                known = None  # the event is of another process
         if handler is not None:
             if known is not None and known.host and kind not in _BEGINNINGS:
-                segment: Segment | None = known  # as _segment: it is asked of each save
+                segment: Segment | None = known  # what _segment returns, without the call: this runs for each save
             else:
                 segment = self._segment(run, kind, time, mono, attempt, rank, _count(record.get("node_rank")), host)
             if segment is not None:
@@ -291,7 +294,8 @@ class Collector:
         node: int | None,
         host: str,
     ) -> Segment | None:
-        """The open segment of this rank (or node), or a new one when the event shows that the old one has ended."""
+        """The open segment of this rank (or node), or a new one when the event shows that the old one has ended. None
+        when the event names neither."""
         if rank is not None:
             table, store, lane = self._open[run.name], run.segments, rank
         elif node is not None and kind in (EventKind.JOB_STARTED, EventKind.JOB_TERMINATED):
@@ -323,8 +327,8 @@ class Collector:
         host: str,
         record: Mapping[str, Any],
     ) -> bool:
-        """A line from the host of other ranks waits for a second one from there: the rank was moved, or the rank or
-        host of this one line is wrong."""
+        """True when this line is held back. A rank's line that comes from a host of other ranks waits for a second one
+        from there, because either the rank was moved or this one line has the wrong rank or host."""
         is_over = kind in _BEGINNINGS and self._is_over(segment, kind, segment.guess(time, mono))
         key = (segment.attempt, segment.lane)
         hosts = self._moved.setdefault((run.name, *key), {})
@@ -336,7 +340,7 @@ class Collector:
         if first is not None:
             hosts[host] = None
             run.lines_held -= 1
-            if segment.lines <= 1 and not is_over:  # it may be the wrong one itself
+            if segment.lines <= 1 and not is_over:  # the segment's only line may be the wrong one
                 self._new(run, self._open[run.name], run.segments, key, host)
             self._take(run, *first, segment.attempt)
         return False
@@ -392,7 +396,8 @@ class Collector:
         mono: float | None,
         loop_s: float = 0.0,
     ) -> None:
-        """One step line; a step seen before is a copy, or shows that the rank went back and began a new segment."""
+        """Adds one step line. A step number that was seen before is a copy, or shows that the rank went back and began
+        a new segment."""
         stats = segment.steps
         line = (step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono, loop_s)
         if step > stats.most and step - count != stats.high:
@@ -415,8 +420,12 @@ class Collector:
         stats.add(step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono, loop_s)
 
     def _is_confirmed(self, run: RunFacts, segment: Segment, line: StepLine) -> bool:
-        """A step whose number leaps, or goes back while the clock goes on, waits for the next one: one wrong number
-        must not end a segment. False when it waits; else the place for ``line`` is ready, with the one that waited."""
+        """True when the doubted line before confirms ``line``, whose step number leaps, or goes back as the clock goes
+        on.
+
+        A first such line only waits for the next one (False), because one wrong number must not end a segment. On True
+        the line that waited has been added, to a new segment if the rank went back, and the caller adds ``line``.
+        """
         stats = segment.steps
         waited, stats.waits = stats.waits, line
         if waited is None or not _follows(line, waited, stats):
@@ -427,7 +436,7 @@ class Collector:
         stats.leap = max(stats.leap, MOST_PACES * (line[0] - waited[0]))
         near = line[0] <= waited[0] + NEXT_STEPS + line[1]
         if near and len(stats.head) == 1 and not stats.clean and not stats.flight:
-            run.quality["steps_set_aside"] += 1  # the first one was wrong
+            run.quality["steps_set_aside"] += 1  # the segment's first line was wrong
             segment.steps = StepStats()
             self.generation += 1
         elif line[0] <= stats.high:
@@ -528,7 +537,7 @@ class Collector:
         segment.reason = segment.reason or str(record.get("reason") or "")
 
     def _process_ended(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
-        """Nothing but its time counts, which the segment has seen."""
+        """Does nothing: only the event's time counts, and the segment has seen that already."""
 
     def _span_started(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         segment.span_began(_name(record.get("span")), time)
@@ -542,7 +551,7 @@ class Collector:
             before = segment.last_step_time() or segment.train
             if before is not None and 0.0 <= time - before < stall - LONGEST_OVERLAP_S:
                 run.too_long += 1
-                return  # longer than since the step before
+                return  # longer than the time since the step before
         if record.get("event_type") == EventKind.CHECKPOINT_STARTED:
             segment.saves += 1
         if stall > 0.0:
@@ -599,8 +608,8 @@ _COMMON = frozenset(
 
 
 def _follows(line: StepLine, waited: StepLine, stats: StepStats) -> bool:
-    """Both doubted lines go on from each other, and nothing else came in between: a process that logs each step or
-    every hundredth one, and whose number has leapt or gone back."""
+    """True when ``line`` goes on from ``waited``, both of them doubted, and no other line came in between: so logs a
+    process, each step or every hundredth, whose step number has leapt or gone back."""
     if not waited[0] < line[0] or not _later(waited[9], waited[10], stats.last_stamp, stats.last_mono):
         return False
     return line[0] <= max(waited[0] + NEXT_STEPS + line[1], 2 * waited[0] - stats.high, stats.high)
@@ -609,7 +618,7 @@ def _follows(line: StepLine, waited: StepLine, stats: StepStats) -> bool:
 def _later(
     stamp: bytes | float, mono: bytes | float | None, last_stamp: bytes | float, last_mono: bytes | float | None
 ) -> bool:
-    """True when the first time is after the second: by the monotonic clock if both have it."""
+    """True when the first time is after the last one: by the monotonic clock if both have it, else by the stamps."""
     if mono is not None and last_mono is not None:
         return float(mono) > float(last_mono)
     time, last = parse_stamp(stamp), parse_stamp(last_stamp)

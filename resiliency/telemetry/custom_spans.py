@@ -1,7 +1,7 @@
-"""Work that a script names itself, an evaluation or a check of the data, for the report and its time line.
+"""Spans: work that a script names itself, an evaluation or a check of the data, for the report and its time line.
 
 ``with span("evaluation"): ...`` writes when it begins and when it ends, beside the steps, into the event log of this
-process. What is measured before the log is open is kept until then.
+process. Spans that come before the log is open are kept until it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from resiliency.events import Event, EventKind, EventWriter, JsonlSink, boot_sec
 
 __all__ = ["span", "spans_go_to"]
 
-#: Events that wait for a log; a process without one never writes them.
+#: Most events that are kept until a log is open; a process that never opens one does not write them.
 _MOST_KEPT = 256
 MOST_NAME = 80
 
@@ -70,7 +70,7 @@ _log: _Log | None = None
 
 
 def _own() -> _Log:
-    """This process's; a forked child begins with none."""
+    """The :class:`_Log` of this process; a forked child gets a new one."""
     global _log
     if _log is None or _log.pid != os.getpid():
         _log = _Log()
@@ -78,23 +78,23 @@ def _own() -> _Log:
 
 
 def spans_go_to(path: str | os.PathLike[str], writer: EventWriter) -> None:
-    """From here on spans of this process are written to the log at ``path``, as events of ``writer``'s run, attempt and
-    rank; so are those that were kept. The latest call counts. Blocks: no."""
+    """From now on writes the spans of this process, the kept ones first, to the log at ``path``, as events of the run,
+    attempt and rank of ``writer``. The latest call counts. Blocks: no."""
     _own().is_at(os.fspath(path), writer)
 
 
 @contextmanager
 def span(name: str, *, writer: EventWriter | None = None) -> Iterator[None]:
-    """A piece of work with a name, which the report lists and its time line shows. It takes no time from the buckets:
-    between two batches it is loop overhead, before the first one a part of the start.
+    """Names a piece of work, which the report lists and its time line shows. A span has no bucket of its own: its time
+    still counts as loop overhead between two batches, and as a part of the start before the first one.
 
     Thread: any; spans may lie within each other. Costs two lines in the log, some tens of microseconds each. Never
-    raises by itself, and works without a log. What is killed within it is shown up to the end of the log.
+    raises by itself, and works without a log. A span whose process is killed is shown up to the end of the log.
 
     Args:
-        name: the same for what is to be summed up; the first 80 characters count.
-        writer: where it goes; None: the log that a callback or checkpointer of this library has opened in this process,
-            or will.
+        name: spans of the same name are summed up; the first 80 characters count.
+        writer: writes its events; None: they go to the log that a callback or checkpointer of this library has opened
+            in this process, or will open.
     """
     name = str(name)[:MOST_NAME]  # a number, or a member of an enum: no reason to end a training
     began = time.perf_counter()

@@ -31,10 +31,10 @@ class Mark:
     host: str = ""
     attempt: int | None = None
     step: int | None = None
-    #: By the clock of a host, not of a rank.
+    #: True when ``time`` is by the clock of a host, because no rank wrote the event.
     hosts_clock: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    #: As its line tells it, and the process by whose clocks.
+    #: The two times as the event's line tells them, and the process whose clocks they are by.
     told: Told | None = field(default=None, compare=False, repr=False)
     by: Segment | None = field(default=None, compare=False, repr=False)
 
@@ -82,16 +82,16 @@ class RunFacts:
     #: (time, step) of checkpoints, thinned out evenly when there are very many.
     saves: list[tuple[float, int]] = field(default_factory=list)
     loads: list[tuple[float, int]] = field(default_factory=list)
-    #: Of events that no rank wrote, by host and attempt: their clocks.
+    #: By host and attempt: the clocks of the events that no rank wrote.
     others: dict[tuple[str, int | None], Segment] = field(default_factory=dict)
     #: Events by day since 1970.
     days: dict[int, DaySpan] = field(default_factory=dict)
     first: float | None = None
     last: float | None = None
-    #: The same of events that belong to no process with a second clock.
+    #: First and last time of the events that belong to no process with a monotonic clock.
     first_alone: float | None = None
     last_alone: float | None = None
-    #: Times of the first and last event that the job itself wrote.
+    #: Times of the first ``user_scheduled`` and the last ``user_terminated``.
     scheduled: float | None = None
     terminated: float | None = None
     min_loaded_step: int | None = None
@@ -100,19 +100,19 @@ class RunFacts:
     kinds: Counter[str] = field(default_factory=Counter)
     quality: Counter[str] = field(default_factory=Counter)
     gpus_per_rank: int = 1
-    #: Lines that were taken out of segments, and starts that were not believed.
+    #: Lines that were taken out of segments. ``starts_forgotten``: starts that were not believed.
     lines_taken_out: int = 0
-    #: Lines from another host than that of their rank, which wait for a second one from there.
+    #: Lines that come from another host than the rest of their rank's, and wait for a second one from there.
     lines_held: int = 0
     starts_forgotten: int = 0
-    #: Stalls that were longer than the time there was.
+    #: Stalls that were longer than the time since the step before.
     too_long: int = 0
-    #: What a supervisor calls it.
+    #: Names of the supervisor's workload that its ranks tell.
     workloads: set[str] = field(default_factory=set)
 
     @property
     def device(self) -> str:
-        """What its ranks compute on: "cuda", "cpu"; "" when they do not tell, or differ."""
+        """The device its ranks compute on, "cuda" or "cpu"; "" when no rank tells it, or they differ."""
         told = {segment.device for segment in self.segments if segment.device}
         return told.pop() if len(told) == 1 else ""
 

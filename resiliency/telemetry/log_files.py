@@ -1,4 +1,4 @@
-"""Which files hold events: ours, rotated ones, compressed ones, and exports of Cloud Logging."""
+"""Finds and opens the files that hold events: our logs, rotated or compressed ones, and exports of Cloud Logging."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from resiliency.telemetry.packed_log import PackedLog
 
 __all__ = ["LogFiles", "find", "find_logs", "is_array", "open_log"]
 
-#: ``rank-00000.jsonl``, ``goodput.log.2``, ``agent.jsonl.gz``, ``launcher.jsonl.1.gz``, and with the day (and more) on
-#: which it was rotated away: ``rank-00000.jsonl-20260131.gz``, ``rank-00000.jsonl.2026-01-31_12``.
+#: Names of logs: ``rank-00000.jsonl``, ``goodput.log.2``, ``agent.jsonl.gz``, ``launcher.jsonl.1.gz``, and names with
+#: the day (and time) of their rotation: ``rank-00000.jsonl-20260131.gz``, ``rank-00000.jsonl.2026-01-31_12``.
 _NAME = re.compile(r"\.(?:jsonl|log)(?:\.(\d{1,6})|([-.]\d{4}-?\d\d-?\d\d(?:[-_T.:\d]*\d)?))?(?:\.gz)?$")
-#: What else bears such a name, whatever was made of it: a copy, another compression.
+#: Names that resemble those of logs: a copy, a kind of compression that is not read here.
 _ALIKE = re.compile(r"\.(?:jsonl|ndjson)[^/]*$|\.log\.[^/]*(?:bz2|xz|zst|lz4|zip|old|bak)$", re.IGNORECASE)
 #: Exports of Cloud Logging.
 _EXPORT = (".json", ".json.gz")
-#: A log with events has one in its first bytes: a line that is one, or an array of them. Output may speak of events.
+#: Bytes at the start of a file that are searched for a line that is an event, or for an array of events; output of a
+#: process may mention events.
 _SNIFF_BYTES = 1 << 16
 _EVENT = re.compile(rb'^(?:\xef\xbb\xbf)?[ \t]*\{[^\n]*"event_type"', re.MULTILINE)
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
@@ -31,25 +32,25 @@ _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 @dataclass(frozen=True, kw_only=True)
 class LogFiles:
-    """``files`` in the order to be read; ``left_out`` look like logs and hold no event."""
+    """``files``: to be read in this order. ``left_out``: named like logs, but without an event at their start."""
 
     files: tuple[Path, ...]
     left_out: tuple[Path, ...] = ()
-    #: Named like a log, but neither one nor rotated or compressed in a way that is known here.
+    #: Named like a log, but a copy, rotated or compressed in an unknown way, or a link to nothing.
     unread: tuple[Path, ...] = ()
 
 
 def find_logs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """The files of :func:`find`."""
+    """The ``files`` that :func:`find` returns; raises as it does."""
     return list(find(list(paths)).files)
 
 
 def find(paths: Iterable[str | os.PathLike[str]]) -> LogFiles:
-    """Log files under ``paths``: files as given; folders are searched for ``*.jsonl``, ``*.log``, what was rotated away
-    from them (``.1``, ``.2``, ``-20260131``) and what was compressed (``.gz``), and for an export of Cloud Logging
-    (``*.json``, also compressed) that lies right there.
+    """Finds the logs under ``paths``. A file is taken as given. A folder is searched for ``*.jsonl``, ``*.log``, their
+    rotated (``.1``, ``.2``, ``-20260131``) and compressed (``.gz``) files, and, not in its subfolders, for exports of
+    Cloud Logging (``*.json``, ``*.json.gz``).
 
-    A file found twice counts once. Hidden folders are searched too: our logs are below ``.resiliency``.
+    A file found twice counts once. Hidden folders are searched too, because our logs are below ``.resiliency``.
 
     Raises:
         ConfigError: a path does not exist, or there is no log at all.
@@ -57,7 +58,7 @@ def find(paths: Iterable[str | os.PathLike[str]]) -> LogFiles:
     found: dict[str, Path] = {}
     left: dict[str, Path] = {}
     unread: dict[str, Path] = {}
-    exports: dict[str, Path] = {}  # of which most are something else
+    exports: dict[str, Path] = {}  # *.json without events; most are no exports, so not left_out
     listed = list(paths)
     for given in listed:
         path = Path(given)
@@ -102,7 +103,8 @@ def _names(files: Iterable[Path]) -> str:
 
 
 def _oldest_first(name: str) -> tuple[str, int, str]:
-    """A log that was rotated away is older than what bears its name now; by number the highest, by day the first."""
+    """Sort key. Rotated logs come before the log that bears their name now: the highest number first, the earliest day
+    first."""
     match = _NAME.search(name)
     if match is None:
         return name, 0, ""
@@ -110,7 +112,8 @@ def _oldest_first(name: str) -> tuple[str, int, str]:
 
 
 def _holds_events(file: Path) -> bool:
-    """True also where it cannot be read: reading it says why. An empty log may get its first event yet."""
+    """Whether the start of ``file`` holds an event. True also when it cannot be read (reading it will say why) or is
+    empty (its first event may still come)."""
     try:
         with open_log(file) as opened:
             start = opened.read(_SNIFF_BYTES)
@@ -120,10 +123,10 @@ def _holds_events(file: Path) -> bool:
 
 
 def open_log(path: str | os.PathLike[str]) -> IO[bytes] | PackedLog:
-    """The log's bytes: unpacked, and as UTF-8 where an editor has saved UTF-16.
+    """Opens a log. Its bytes come unpacked, and as UTF-8 when an editor has saved it as UTF-16.
 
     Raises:
-        OSError: it cannot be read, or is no gzip file.
+        OSError: it cannot be opened. That a ``.gz`` is no gzip file is raised by the first read.
     """
     if os.fspath(path).endswith(".gz"):
         return PackedLog(path)
@@ -138,5 +141,5 @@ def open_log(path: str | os.PathLike[str]) -> IO[bytes] | PackedLog:
 
 
 def is_array(start: bytes) -> bool:
-    """True when a file that begins so is one JSON array: an export of Cloud Logging."""
+    """True when a file that begins with these bytes is one JSON array: an export of Cloud Logging."""
     return start.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["

@@ -1,4 +1,4 @@
-"""A compressed log, read as far as it can be: a host that dies while it compresses one leaves a part."""
+"""Reads a compressed log up to where it is cut, because a host that dies while it compresses one leaves a part."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class PackedLog(io.BufferedIOBase):
     """The bytes of a gzip file, up to its end or to where it is cut or damaged.
 
     Attributes:
-        damage: what is wrong with the rest; "": nothing so far.
+        damage: what is wrong with the rest; "" while nothing is.
 
     Raises:
-        OSError: it cannot be opened; the first read: it is no gzip file.
+        OSError: it cannot be opened. The first read raises it when it is no gzip file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -33,7 +33,7 @@ class PackedLog(io.BufferedIOBase):
         found = bytearray()
         while len(found) < wanted and not self.damage:
             try:
-                # Not read(): what it had unpacked before it came to the damage would be lost.
+                # Not read(), which would lose what it had unpacked before it came to the damage.
                 part = self._file.read1(int(min(wanted - len(found), io.DEFAULT_BUFFER_SIZE)))
             except (EOFError, zlib.error, gzip.BadGzipFile) as error:
                 if isinstance(error, gzip.BadGzipFile) and not self._read:
@@ -47,7 +47,8 @@ class PackedLog(io.BufferedIOBase):
         return bytes(found)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Back to the start, which is all that a reader of logs needs."""
+        """Goes back to the start, the only place that a reader of logs needs; raises ``UnsupportedOperation`` for
+        others."""
         if (offset, whence) != (0, io.SEEK_SET):
             raise io.UnsupportedOperation("a packed log is read from its start")
         self.damage = ""

@@ -1,4 +1,4 @@
-"""Text from elsewhere, fit to be shown. Pure."""
+"""Makes text from logs safe to show in a terminal or a report. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 __all__ = ["is_plain_json", "plain"]
 
-#: Control characters (a terminal obeys them), halves of characters (no file can hold them), and what turns the
-#: direction of the text around it.
+#: Control characters (a terminal obeys them), characters that turn the direction of the text around them, and
+#: surrogates (halves of characters, which cannot be encoded).
 _ODD = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def plain(value: Any) -> Any:
-    """``value`` with every string in it, in lists and objects too, fit to be shown: a log may hold anything."""
+    """Returns ``value`` with control characters and the like replaced by U+FFFD in each of its strings, also those
+    within lists and dicts (keys, too), because a log may hold anything."""
     if isinstance(value, str):
         return value if value.isprintable() else _ODD.sub("\ufffd", value)
     if isinstance(value, dict):
@@ -24,6 +25,6 @@ def plain(value: Any) -> Any:
 
 
 def is_plain_json(text: str) -> bool:
-    """Whether :func:`plain` would change nothing in what this JSON text, which was parsed, holds; False where that is
-    not known without a look at each string: JSON has other control characters as escapes only."""
+    """True when :func:`plain` would change nothing in the value that was parsed from this JSON text; False when that
+    cannot be told without a look at each string. Apart from DEL, valid JSON has control characters only as escapes."""
     return text.isascii() and "\\" not in text and "\x7f" not in text

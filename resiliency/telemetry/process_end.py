@@ -1,4 +1,5 @@
-"""The last event of a process, written when its interpreter ends: what a rank does after its fit is time of the job."""
+"""Writes the last event of a process when its interpreter ends, because what a rank does after its fit is time of the
+job, too."""
 
 from __future__ import annotations
 
@@ -10,20 +11,20 @@ from resiliency.settings import environment
 
 __all__ = ["tell_end"]
 
-#: Logs of this process, with what their last event says.
+#: Paths of this process's logs, each with the event that is written at the end.
 _logs: dict[str, Event] = {}
 _pid = 0
 
 
 def tell_end(path: str | os.PathLike[str], writer: EventWriter) -> None:
-    """At the end of this process the log at ``path`` gets ``process_ended``. The latest call for a log counts.
+    """Has ``process_ended`` written to the log at ``path`` when this process ends. The latest call for a log counts.
 
-    Does nothing where no launcher has started the process: a notebook may go on for days. Blocks: no.
+    Does nothing when no launcher has started the process, because a notebook may go on for days. Blocks: no.
     """
     global _pid
     if not environment().launch.job:
         return
-    if _pid != os.getpid():  # a forked child has the functions of its parent, too
+    if _pid != os.getpid():  # a forked child inherits the paths and atexit functions of its parent
         _logs.clear()
         _pid = os.getpid()
         atexit.register(_write)
@@ -45,7 +46,7 @@ def _write() -> None:
     logs = dict(_logs)
     _logs.clear()
     for path, event in logs.items():
-        if os.path.exists(path):  # else the folder was deleted, and stays so
+        if os.path.exists(path):  # else the folder was deleted, and must not be made again
             sink = JsonlSink(path)
             sink.emit(event.at_once())
             sink.close()

@@ -37,19 +37,19 @@ __all__ = ["LogReader", "find_logs", "read_logs"]
 
 #: ``json.loads`` without detecting the encoding, which costs up to a tenth of the parse.
 _loads = json.JSONDecoder().decode
-#: The same for text without spaces around it, a fifth faster; tells where the value ends, too.
+#: The same for text without spaces around it, a fifth faster; also returns where the value ends.
 _decode = json.JSONDecoder().raw_decode
 
 BLOCK_BYTES = 1 << 20
-#: So much of a block is parsed at once; what is found in it is in memory together.
+#: Bytes of a block that are parsed at once; all that is found in them is in memory together.
 _PART_BYTES = 1 << 16
 _START_BYTES = 64
-#: Fields of Google's ml-goodput-measurement, one a line.
+#: Fields of Google's ml-goodput-measurement, of which each of its lines has one.
 _MEASUREMENT = frozenset({"job_start_time", "job_end_time", "step_start_time", "tpu_init_start_time"})
 #: A line longer than this is not an event.
 MAX_LINE_BYTES = 1 << 20
 
-#: Below 1e9 and well formed, so that a match needs no further check; lines with other numbers go through ``json``.
+#: A well formed number below 1e9, so that a match needs no further check; lines with other numbers go through ``json``.
 #: Here and below "(?:x|)" stands for "(?:x)?": it finds the same, in three quarters of the time.
 _N = rb"(\d{1,9}(?:\.\d{1,20}|)(?:e-\d{1,3}|))"
 _STEP = re.compile(
@@ -71,17 +71,17 @@ _STEP = re.compile(
     + _N
     + rb"|)\}\n|([^\n]*)\n"
 )
-#: Looked for with ``find()``: in bytes ``in`` takes ten times as long.
+#: Looked for with ``find()``, because ``in`` takes ten times as long on bytes.
 _WRAPPED = b'"jsonPayload"'
 _WHO = re.compile(rb'"attempt":(\d+),"rank":(\d+),"host":"(.*)"')
 
 
 class LogReader:
-    """Reads files and remembers how far, so that the next call reads only what was added. Thread: one."""
+    """Reads logs and remembers how far, so that the next call reads only what was added. Thread: one."""
 
     def __init__(self, collector: Collector | None = None) -> None:
         self.collector = Collector() if collector is None else collector
-        #: Lines that are not events and so belong to no run.
+        #: Lines that belong to no run: cut or damaged ones, and JSON that is no event.
         self.torn_lines = 0
         self.foreign_lines = 0
         self.lines = 0
@@ -89,16 +89,16 @@ class LogReader:
         self.left_out: tuple[Path, ...] = ()
         #: Files named like logs that cannot be read as one.
         self.unread: tuple[Path, ...] = ()
-        #: Compressed files that are cut or damaged, and how; what is before that is read.
+        #: By path: the damage of compressed files that are cut or damaged. What lies before the damage is read.
         self.cut: dict[str, str] = {}
         #: Lines of Google's ml-goodput-measurement, which has other events.
         self.measurement_lines = 0
         #: The files that hold them.
         self.measurements: dict[str, None] = {}
         self._offsets: dict[str, int] = {}
-        #: The first bytes of each file, which begin with a time: another file may have taken its name.
+        #: The first bytes of each file. They hold a time, so they differ when another file has taken the name.
         self._begins: dict[str, bytes] = {}
-        #: Of wrapped steps: where each rank's go, and of which generation of the collector that is.
+        #: For wrapped steps: run and segment of each rank, valid for this generation of the collector.
         self._known: dict[tuple[bytes, ...], tuple[RunFacts, Segment]] = {}
         self._known_of = -1
 
@@ -107,10 +107,14 @@ class LogReader:
 
         Args:
             files: logs; one that shrank or begins otherwise (rotated) is read from its start again.
-            final: a last line without its newline counts as cut (True) or as still being written (False).
+            final: a last line without its newline is read as it is (True), or left for the next call because it may
+                still be being written (False).
 
         Returns:
             Number of lines read. Blocks for as long as the disk takes.
+
+        Raises:
+            ConfigError: a file cannot be read.
         """
         before = self.lines
         for file in files:
@@ -165,7 +169,7 @@ class LogReader:
         self._offsets[path] = offset
 
     def _block(self, block: bytes) -> None:
-        """Reads complete lines. One loop without calls: one more call per line costs a tenth of the speed."""
+        """Reads complete lines. One loop without calls, because one more call per line costs a tenth of the speed."""
         if _WRAPPED in block[: block.find(b"\n") + 1]:
             self._entry_lines(block)
             return
@@ -231,7 +235,7 @@ class LogReader:
             loop_s = float(loop_b) if loop_b else 0.0
             in_flight = flight == b"true"
             steps += 1
-            if step == stats.high + count or stats.high < step <= stats.most:  # the first nearly always
+            if step == stats.high + count or stats.high < step <= stats.most:  # the first is True nearly always
                 stats.add(step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono, loop_s)
             else:
                 assert run is not None and segment is not None
@@ -283,7 +287,7 @@ class LogReader:
                         self.lines -= 1
                         self._block(line + b"\n")
                 continue
-            # As _add_wrapped, without the call.
+            # _add_wrapped, inlined.
             (
                 attempt,
                 busy,
@@ -310,7 +314,7 @@ class LogReader:
                 continue
             run, segment = place
             stats = segment.steps
-            if step == stats.high + 1 or stats.high < step <= stats.most:  # the first nearly always
+            if step == stats.high + 1 or stats.high < step <= stats.most:  # the first is True nearly always
                 run.events += 1
                 step_s = float(whole)
                 stats.add(
@@ -331,12 +335,12 @@ class LogReader:
                 self._other(line)
 
     def _wrapped(self, entry: bytes) -> bool:
-        """An entry of Cloud Logging with a step; False when it is none."""
+        """Adds the step in an entry of Cloud Logging; returns False when there is none."""
         found = find_step(entry)
         return found is not None and self._add_wrapped(found)
 
     def _add_wrapped(self, found: WrappedStep) -> bool:
-        """False when it is no step of ours after all."""
+        """Adds a step; returns False, and adds nothing, when its fields show that it is no step of ours."""
         attempt, busy, count_b, data, evals, host, name, loop, mono, rank, flight, stall, step_b, most, whole, stamp = (
             found
         )
@@ -393,8 +397,8 @@ class LogReader:
         self._record(record, is_plain=is_plain_json(string))
 
     def _array(self, file: IO[bytes] | PackedLog) -> bool:
-        """One JSON array of events, in memory as a whole: an export of Cloud Logging, which has the newest first; False
-        when it is no array."""
+        """Reads one JSON array of events, an export of Cloud Logging with the newest first, as a whole into memory.
+        Returns False, and adds nothing, when the file is no array."""
         file.seek(0)
         content = file.read()
         if self._entries(content):
@@ -409,7 +413,7 @@ class LogReader:
         return True
 
     def _entries(self, content: bytes) -> bool:
-        """The array as ``gcloud`` prints it, entry by entry; False when it looks otherwise. Nothing is read then."""
+        """Reads an array as ``gcloud`` prints it, entry by entry. Returns False, and adds nothing, for another form."""
         parts = ENTRY_BREAK.split(content)
         if len(parts) < 2 or not content.lstrip().startswith(b"[\n  {"):
             return False
@@ -446,8 +450,8 @@ class LogReader:
 
 
 def _matches(block: bytes) -> Iterator[list[tuple[bytes, ...]]]:
-    """The groups of ``_STEP`` for each line of a block, part by part; b"" for those that a line has not. Cheaper than
-    an object for each match."""
+    """The groups of ``_STEP`` for each line of a block, part by part; a group that a line does not have is b"". Cheaper
+    than an object for each match."""
     start = 0
     while start < len(block):
         end = block.rfind(b"\n", start, start + _PART_BYTES) + 1 or block.find(b"\n", start) + 1 or len(block)
@@ -464,10 +468,10 @@ def _first(pair: tuple[str, object]) -> str:
 
 
 def _text(line: bytes) -> str:
-    """UTF-8, with or without a byte-order mark; what is no UTF-8 is taken as Latin-1, as some shippers write it.
+    """Decodes a line: UTF-8, with or without a byte-order mark, else Latin-1, as some shippers write it.
 
     Raises:
-        ValueError: it holds bytes that are no text at all.
+        ValueError: it is no UTF-8 and holds zero bytes, so that it is no text.
     """
     try:
         return (line[3:].lstrip(b" \t\r") if line.startswith(codecs.BOM_UTF8) else line).decode()
@@ -486,7 +490,8 @@ def _word(name: bytes) -> str:
 
 
 def _stamp(record: object) -> str:
-    """Of an entry in an export, whose stamps are all of one form."""
+    """Timestamp of an entry in an export, "" without one. Sorted as text, because all stamps of an export have one
+    form."""
     if not isinstance(record, dict):
         return ""
     inner = record.get("jsonPayload")

@@ -1,4 +1,4 @@
-"""Which lines were read before, in a few bytes each. Pure."""
+"""Remembers which lines were read before, in a few bytes per line. Pure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Hashable
 __all__ = ["SeenLines"]
 
 _FIRST_SLOTS = 1 << 12
-#: 4 MiB, for 350,000 lines that are no steps.
+#: Largest number of slots in one table: 4 MiB, room for 350,000 lines. Step lines are not remembered here.
 MOST_SLOTS = 1 << 19
 
 
 class SeenLines:
     """A set of lines that keeps 64 bits of each.
 
-    When it is full a second one is begun, and when that is full the first one is forgotten: 350,000 lines or more are
-    known at any time. Thread: one.
+    When its table is full a second one is begun; when that is full, too, the first one is forgotten. So the last
+    350,000 lines or more are known at any time. Thread: one.
     """
 
     def __init__(self, most_slots: int = MOST_SLOTS) -> None:
@@ -26,15 +26,15 @@ class SeenLines:
 
     def _begin(self, slots: int) -> None:
         self._slots = array("q", bytes(8 * slots))
-        #: How many more lines it takes: two thirds of the slots are used.
+        #: How many more lines fit: at most two thirds of the slots are used.
         self._left = slots * 2 // 3
 
     def seen(self, line: Hashable) -> bool:
-        """True when the line was here before; it has been here from now on."""
+        """Returns True when ``line`` was passed before; otherwise remembers it and returns False."""
         key = hash(line) or 1
         if self._before is not None and self._before[_place(self._before, key)]:
             return True
-        # As _place does, without the call: this is asked of every line that is no step.
+        # The loop of _place, inlined: this runs for every line that is not a step line.
         slots = self._slots
         last = len(slots) - 1
         place = key & last
@@ -61,7 +61,7 @@ class SeenLines:
 
 
 def _place(slots: array[int], key: int) -> int:
-    """Where a line is, or the free slot for it."""
+    """Index of the slot that holds ``key``, or of the free slot for it."""
     last = len(slots) - 1
     place = key & last
     while (held := slots[place]) and held != key:

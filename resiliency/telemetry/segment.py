@@ -1,4 +1,9 @@
-"""What is kept of one rank in one attempt, with its times by two clocks, one of which may be wrong in a line. Pure."""
+"""What is kept of one rank in one attempt. Each line tells its time by two clocks, of which one may be wrong. Pure.
+
+The wall clock (UTC) may be set while a job runs; the monotonic clock counts from the boot of the host. The *base* of an
+event is its wall time minus its monotonic time: when the monotonic clock began, in UTC seconds. The events of a process
+agree on the base unless its wall clock was set or a line is wrong.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +15,9 @@ from resiliency.telemetry.utc_stamps import parse_stamp
 
 __all__ = ["Segment", "Told"]
 
-#: A clock that moved by more than this against the monotonic one was set; smaller differences are drift.
+#: A wall clock that moved by more than this against the monotonic one was set; smaller differences are drift.
 CLOCK_JUMP_S = 0.5
-#: A stamp that differs by more than this from what the rest of a process's log tells is wrong.
+#: Bases that differ by no more than this agree. A stamp that is further from what the rest of its log tells is wrong.
 WRONG_S = 5.0
 _MOST_BASES = 16
 MAX_SPANS = 256
@@ -26,11 +31,11 @@ class Told(NamedTuple):
     mono: float | None
     #: Highest step read before it, and its number among the events.
     place: tuple[int, float]
-    #: What was added to its time: it tells of something that was so long ago.
+    #: Seconds to add to its time; negative when it tells of something that was so long ago.
     since: float = 0.0
 
 
-#: Of a segment, in UTC seconds.
+#: Attributes of a segment that are times, in UTC seconds.
 _TIMES = (
     "started",
     "process",
@@ -56,7 +61,7 @@ def _count(vote: Sequence[float]) -> float:
 
 
 def _vote(votes: list[list[float]], base: float, count: float = 1.0) -> None:
-    """One more for those that are near ``base``."""
+    """Adds ``count`` to the votes for the known base that agrees with ``base``, or for a new one."""
     for known in votes:
         if abs(known[0] - base) <= WRONG_S:
             known[1] += count
@@ -66,7 +71,7 @@ def _vote(votes: list[list[float]], base: float, count: float = 1.0) -> None:
 
 
 def _misses(time: float, limits: tuple[float | None, float | None]) -> float:
-    """Seconds by which it lies outside; a second is none."""
+    """Seconds by which ``time`` lies outside ``limits``, beyond a tolerance of one second."""
     low, high = limits
     return max(0.0, (low if low is not None else time) - time - 1.0) + max(
         0.0, time - (high if high is not None else time) - 1.0
@@ -76,7 +81,7 @@ def _misses(time: float, limits: tuple[float | None, float | None]) -> float:
 class Segment:
     """One rank from the start of its process (or of a roll-back) to its last event.
 
-    Times are UTC seconds by this host's clock, corrected where the monotonic clock shows that it was set.
+    Times are UTC seconds by this host's wall clock, corrected where the monotonic clock shows that it was set.
     """
 
     def __init__(self, *, attempt: int | None, lane: int, host: str, serial: int) -> None:
@@ -85,16 +90,16 @@ class Segment:
         self.host = host
         self.serial = serial
         self.started: float | None = None
-        #: Of the attempt in this process, when the script has made our callback, when the process group was asked for
-        #: and there, and when the checkpointer was asked for.
+        #: When the attempt began in this process, when the script had made our callback, when the process group was
+        #: asked for and when it was ready, and when the checkpointer was asked for.
         self.process: float | None = None
         self.callback: float | None = None
         self.group: float | None = None
         self.grouped: float | None = None
         self.opening: float | None = None
-        #: What imports took between process and callback, seconds; None: not told.
+        #: Seconds that imports took between ``process`` and ``callback``; None when no event tells.
         self.imports_s: float | None = None
-        #: When the launcher of this process began, where the process can tell.
+        #: When the launcher of this process began; None when no event tells.
         self.launched: float | None = None
         self.restore: float | None = None
         self.loaded: float | None = None
@@ -107,54 +112,56 @@ class Segment:
         self.terminated: float | None = None
         self.reason = ""
         self.device = ""
-        #: Which start of which machine its monotonic clock counts from; "": not told.
+        #: Id of the boot that its monotonic clock counts from; "" when no event tells.
         self.boot = ""
         self.first: float | None = None
         self.last: float | None = None
         self.world: int | None = None
-        #: What it told of that at first, where it told something else later.
+        #: The world size that it told at first, when it told another one later.
         self.world_before: int | None = None
         #: True when it began by going back to an older step in the same process.
         self.rollback = False
         self.steps = StepStats()
         self.stall_s = 0.0
-        #: The part of it between two steps (the eager part of a save), not inside one (a fence).
+        #: The part of ``stall_s`` between two steps (the eager part of a save), not inside one (a fence).
         self.stall_between_s = 0.0
         self.saves = 0
         #: The latest stalls, (time, seconds): those after the last step belong to the final save.
         self.stalls: list[tuple[float, float]] = []
-        #: Work that the script named, (name, begin, seconds), None: it had not ended; the first MAX_SPANS of them.
+        #: The first MAX_SPANS spans of the script as (name, begin, seconds); seconds is None for one that has not
+        #: ended.
         self.spans: list[tuple[str, float, float | None]] = []
-        #: All that have ended, by name: how many, and seconds.
+        #: All spans that have ended, by name: their number, and seconds.
         self.span_sums: dict[str, list[float]] = {}
-        #: Where this rank's output goes.
+        #: Files that this rank's output goes to.
         self.logs: tuple[str, ...] = ()
-        #: Of all its events, also those that tell nothing of the rank.
+        #: First and last time of all that its process wrote, also of events that tell nothing of the rank.
         self.earliest: float | None = None
         self.latest: float | None = None
-        #: Events whose clock does not agree with the rest.
+        #: Number of events whose base does not agree with the rest.
         self.jumps = 0
-        #: Those of them that are alone with what they tell.
+        #: Number of :meth:`bases_alone`.
         self.alone = 0
-        #: It is one line that names a rank or an attempt that never was.
+        #: True when it is a single line that names a rank or an attempt that never was.
         self.aside = False
-        #: So is the size of the job that it tells.
+        #: True when its world size is one that a single line tells, and wrong.
         self.size_aside = False
+        #: The base that its times are told by; None while no event has told one.
         self._base: float | None = None
-        #: What events tell of when the host's other clock began: [UTC seconds, events]; those that agree are one.
+        #: The bases that its events tell, each as [UTC seconds, events that agree with it].
         self._bases: list[list[float]] = []
         self._told: dict[str, Told] = {}
         self._stalls_told: list[Told] = []
-        #: Events that say that the clock was set by less than what is wrong.
+        #: Number of events that show that the wall clock was set, by no more than WRONG_S.
         self._small_jumps = 0
         self._now = Told(0.0, None, (-1, 0.0))
         self._straight = 0.0
-        #: When processes with the same clocks lived.
+        #: First and last time at which processes with the same clocks lived.
         self._around: tuple[float, float] | None = None
 
     def hear(self, time: float, mono: float | None) -> float:
-        """An event of this process has these two times, one of which may be wrong. Returns what is thought of them so
-        far."""
+        """Takes the two times of an event of this process, one of which may be wrong. Returns the event's time in UTC
+        seconds, by what is known so far."""
         self._now = now = Told(time, mono, (self.steps.high, self._now.place[1] + 1.0))
         if mono is not None:
             bases, base = self._bases, time - mono
@@ -170,11 +177,11 @@ class Segment:
         return time
 
     def guess(self, time: float, mono: float | None) -> float:
-        """When an event that is not yet heard was, by what is known so far."""
+        """The time in UTC seconds, by what is known so far, of an event that was not passed to :meth:`hear`."""
         return self.resolve(Told(time, mono, (self.steps.high, self._now.place[1] + 1.0)))
 
     def told_now(self, time: float) -> Told:
-        """What the event that was heard last tells of ``time``, which follows from its own."""
+        """The times of the event that was heard last, with ``since`` set so that they resolve to ``time``."""
         return self._now if time == self._straight else self._now._replace(since=time - self._straight)
 
     def put(self, name: str, time: float) -> None:
@@ -183,8 +190,8 @@ class Segment:
         self._told[name] = self.told_now(time)
 
     def resolve(self, told: Told) -> float:
-        """UTC seconds by the clock that most events of the process have; a line that is alone with what it tells has
-        one wrong clock, and its neighbours tell which."""
+        """UTC seconds of an event, by the base that most events of the process agree on. When no other event agrees
+        with this one's base, one of its two times is wrong, and the events before and after it decide which."""
         time, mono = told.time, told.mono
         if mono is None or self._base is None:
             return time + told.since
@@ -192,7 +199,7 @@ class Segment:
         if abs(straight - time) <= CLOCK_JUMP_S:
             return time + told.since
         if self._votes(time - mono) > 1:
-            return straight + told.since  # people's clock was set
+            return straight + told.since  # other events agree with its base: the wall clock was set
         low, high = limits = self._limits(told.place)
         misses = _misses(time, limits) - _misses(straight, limits)
         if misses == 0.0 and (low is None) != (high is None):
@@ -201,7 +208,8 @@ class Segment:
         return (time if misses < 0.0 else straight) + told.since
 
     def _limits(self, place: tuple[int, float]) -> tuple[float | None, float | None]:
-        """Between which moments an event of this place lies, of those that are sure."""
+        """The latest time before an event of this place and the earliest after it, of events whose times are sure; None
+        where there is none."""
         low: float | None = None
         high: float | None = None
         known = [*self._told.values(), *self._stalls_told, *self._steps_told(witnesses=True)]
@@ -220,23 +228,23 @@ class Segment:
 
     @property
     def lines(self) -> int:
-        """How many lines it was made of; of steps, the first ones are counted."""
+        """Number of lines it was made of. Of step lines only the first ``HEAD_STEPS`` count."""
         return int(self._now.place[1]) + len(self.steps.head)
 
     @property
     def began(self) -> float | None:
-        """Time of its earliest event, whatever that says of what was before."""
+        """Time of its earliest event; what that event tells of earlier moments does not count. None without events."""
         return min(
             (time for time in (self.started, self.first, self.first_step_start()) if time is not None), default=None
         )
 
     def moments(self) -> list[float]:
-        """When its named events, its first step and its last were, in order; each event once."""
+        """Times of its named events (each event once), its first step and its last, in order."""
         events = {told.place: self.resolve(told._replace(since=0.0)) for told in self._told.values()}
         return sorted([*events.values(), *(self.resolve(told) for told in self._steps_told())])
 
     def forget(self, time: float) -> bool:
-        """Takes out the event of this time; False when it is none, but a step."""
+        """Takes out the named event of this time. Returns False when there is none: the time is that of a step."""
         gone = {told.place for told in self._told.values() if self.resolve(told._replace(since=0.0)) == time}
         if not gone:
             return False
@@ -260,8 +268,8 @@ class Segment:
         self._told.pop(name, None)
 
     def lacks(self, name: str, mono: float | None) -> bool:
-        """It has no such time yet, and an event of this moment, by the clock that nobody sets, was before the steps
-        that it already has: lines in the order of a clock that was set back."""
+        """True when the time ``name`` is not known yet and an event at ``mono``, by the monotonic clock, was before the
+        first step that is known: then the lines come in the order of a wall clock that was set back."""
         first = self.steps.first_step
         if getattr(self, name) is not None or mono is None or first is None or first[1] is None:
             return False
@@ -274,7 +282,7 @@ class Segment:
         return abs(base - self._base) <= WRONG_S or self._votes(base) > 1
 
     def _steps_told(self, *, witnesses: bool = False) -> list[Told]:
-        """The first step and the last one; with ``witnesses``, two more of the last ones."""
+        """Times of the last step and the first one; with ``witnesses``, of up to two more of the last ones."""
         steps = self.steps
         found: list[Told] = []
         if steps.high < 0:
@@ -297,15 +305,16 @@ class Segment:
         life: tuple[float, float] | None = None,
         boot: Sequence[Segment] = (),
     ) -> bool:
-        """Sets the times aright by what most events tell of the clocks. Idempotent.
+        """Corrects the times by the base that most events agree on. Idempotent.
 
         Args:
             others: processes of the same host and attempt, which have the same clocks.
-            life: when the ranks of the job lived, or between which other attempts; decides where nothing else does.
-            boot: processes of the same boot of its host, whose other clock is the same.
+            life: begin and end of the time in which the ranks of the job lived, or of the time between the attempts
+                before and after; decides where nothing else does.
+            boot: processes of the same boot of its host, which have the same monotonic clock.
 
         Returns:
-            Whether a time moved.
+            True when a time moved by more than ``CLOCK_JUMP_S``.
         """
         if not self._bases:
             if self._base is None and self.steps.high >= 0 and (found := self._steps_told()):
@@ -329,7 +338,7 @@ class Segment:
             for one in heard:
                 _vote(theirs, one._base or 0.0, one.heard)
             most = max(count for _, count in theirs)
-            if sum(count == most for _, count in theirs) > 1:  # one word against another
+            if sum(count == most for _, count in theirs) > 1:  # a tie
                 for one in boot:
                     if one is not self and one._base is not None and one not in others:
                         _vote(theirs, one._base, one.heard)
@@ -342,7 +351,7 @@ class Segment:
             best = min(tied, key=lambda one: sum(_misses(one[0] + mono, life) for mono in monos))
         self._base = best[0] if shared is None else shared
         around = [(one.first, one.end, one) for one in others if one is not self]
-        # By the clock of this one: people's clock may have been set between two of them, the other one was not.
+        # By the wall clock of this process: it may have been set between two of them, the monotonic clock was not.
         lives = [
             (first + ahead, end + ahead)
             for first, end, one in around
@@ -368,7 +377,8 @@ class Segment:
         )
 
     def _by_boot(self, own: list[float], life: tuple[float, float], boot: Sequence[Segment]) -> list[float]:
-        """What others of the boot say of the clock, where none of them says what this one line does."""
+        """The base that most processes of the boot agree on, when none of them agrees with ``own`` and the times of
+        this process's line fit into ``life`` by at most one of both bases; else ``own``."""
         if not boot or any(abs(base - own[0]) <= WRONG_S for one in boot for base in one.all_bases()):
             return own
         votes: list[list[float]] = []
@@ -377,11 +387,12 @@ class Segment:
         most = max(votes, key=_count)
         monos = [told.mono for told in self._told.values() if told.mono is not None]
         fits = (not sum(_misses(base + mono, life) for mono in monos) for base in (own[0], most[0]))
-        return own if all(fits) else most  # a clock that was set, or that is wrong by so little
+        return own if all(fits) else most  # both fit: the wall clock was set, or is wrong by little
 
     def _shared_base(self, others: Sequence[Segment]) -> float | None:
-        """Of a launcher whose clock was set while its ranks lived, the base by which their times are told: one of them
-        tells of the clock before, too. Else what it started, and they, would be apart by as much."""
+        """For a launcher whose wall clock was set while its ranks lived: the base of those ranks that have events from
+        before and after that. Without it the launcher's times and theirs would be apart by the jump. None when no rank
+        has both."""
         heard = [one for one in others if one is not self and one._base is not None]
         if not heard:
             return None
@@ -393,7 +404,7 @@ class Segment:
         return max(votes, key=_count)[0] if votes else None
 
     def _steps_between(self, base: float) -> float:
-        """Stamps of steps that lie where this base says that the steps were."""
+        """Number of step windows whose last stamp lies between the first step and the last, as placed by ``base``."""
         first, last = self.steps.first_step, self.steps.last_mono
         if first is None or first[1] is None or last is None or first[:2] == (self.steps.last_stamp, last):
             return 0.0
@@ -402,14 +413,14 @@ class Segment:
         return float(sum(1 for stamp in stamps if stamp is not None and low <= stamp <= high))
 
     def _votes(self, base: float) -> float:
-        """Lines that agree with it."""
+        """Number of lines that agree with ``base``."""
         votes = sum(count for known, count in self._bases if abs(known - base) <= WRONG_S)
         for told in self._steps_told(witnesses=True):
             votes += abs(told.time - (told.mono or 0.0) - base) <= WRONG_S
         return votes
 
     def bases_alone(self) -> list[float]:
-        """What one event tells of the clocks and no other one of this process."""
+        """The bases, other than the one of its times, that a single event of this process tells."""
         best = self._base
         return (
             []
@@ -422,27 +433,31 @@ class Segment:
 
     @property
     def base(self) -> float | None:
-        """When the clock that nobody sets began, in UTC seconds by the clock of this segment; None: it tells none."""
+        """When its monotonic clock began, in UTC seconds by its wall clock; None when no line tells a monotonic
+        time."""
         if self._base is not None:
             return self._base
         found = self._step_bases()
         return found[0] if found else None
 
     def has_clocks_of(self, other: Segment) -> bool:
-        """An event of the one may be of the other: they are of one host, and their clocks tell the same distance."""
+        """True when an event of one may belong to the other: both are of one host, and they agree on a base, or one of
+        them tells none."""
         if self.host != other.host:
             return False
         mine, theirs = self.all_bases(), other.all_bases()
         return not mine or not theirs or any(abs(one - two) <= WRONG_S for one in mine for two in theirs)
 
     def all_bases(self) -> list[float]:
-        """One for each time that people's clock was set, and what the steps tell."""
+        """All bases its events tell, one more for each time that the wall clock was set, and the one its times are told
+        by."""
         bases = [base for base, _ in self._bases]
         return bases if self.base is None else [*bases, self.base]
 
     @property
     def was_set(self) -> bool:
-        """Whether the clock was set between its first step and its last, or before both."""
+        """True when the wall clock was set between its first step and its last, or between its other events and
+        those."""
         bases = self._step_bases()
         if not bases:
             return False
@@ -451,11 +466,11 @@ class Segment:
 
     @property
     def heard(self) -> float:
-        """How many events speak for its base."""
+        """Number of events and steps that tell its first base."""
         return self._bases[0][1] + self.steps.n if self._bases else self.steps.n
 
     def keep(self, within: Callable[[float], bool]) -> int:
-        """Forgets the times for which ``within`` is False; how many those were."""
+        """Forgets the times, stalls and spans for which ``within`` is False. Returns the number of times and stalls."""
         gone = [name for name in _TIMES if (time := getattr(self, name)) is not None and not within(time)]
         for name in gone:
             setattr(self, name, None)
@@ -471,14 +486,14 @@ class Segment:
         return len(gone) + before - len(self.stalls)
 
     def saw(self, time: float) -> None:
-        """The event that was heard last, of this time, is of the rank itself."""
+        """Notes that the event that was heard last, of this time, is about the rank itself."""
         if self.first is None or time < self.first:
             self.first, self._told["first"] = time, self._now
         if self.last is None or time > self.last:
             self.last, self._told["last"] = time, self._now
 
     def wrote(self, time: float) -> None:
-        """The event that was heard last, of this time, was written by this process."""
+        """Notes that the event that was heard last, of this time, was written by this process."""
         if self.earliest is None or time < self.earliest:
             self.earliest, self._told["earliest"] = time, self._now
         if self.latest is None or time > self.latest:
@@ -527,13 +542,13 @@ class Segment:
 
     @property
     def start(self) -> float | None:
-        """Start of the process, where it is known, or time of the earliest event of this segment."""
+        """Start of the process where it is known, else time of the earliest event; None without events."""
         times = [t for t in (self.process, self.started, self.first, self.first_step_start()) if t is not None]
         return min(times) if times else None
 
     @property
     def end(self) -> float | None:
-        """Time of the latest event of this segment."""
+        """Time of the latest event of this segment; None without events."""
         times = [t for t in (self.last, self.last_step_time()) if t is not None]
         return max(times) if times else None
 

@@ -154,7 +154,7 @@ class CloudLoggingSink:
                 logger.warning("%d events of %s were not sent", self._queue.qsize(), self.log_name)
         self._closing.set()
         if thread is not None:
-            with contextlib.suppress(queue.Full):  # then there is an entry, after which the thread ends too
+            with contextlib.suppress(queue.Full):  # a full queue wakes the thread, too, and it ends then
                 self._queue.put_nowait(None)
             thread.join(self._close_s)
 
@@ -263,7 +263,7 @@ class PrometheusTextSink:
                 self._write()
 
     def text(self) -> str:
-        """The exposition text."""
+        """The counters in Prometheus' text format."""
         lines = []
 
         def metric(name: str, kind: str, help_text: str, samples: list[tuple[str, float]]) -> None:
@@ -298,5 +298,5 @@ class PrometheusTextSink:
 
 
 def escape_label(text: str) -> str:
-    """Of Prometheus' text format."""
+    """``text`` escaped as a label value of Prometheus' text format."""
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,4 +1,4 @@
-"""Writes the steps of an observer as events, one line for several short steps, and the start and end of the process."""
+"""Writes the steps of an observer as events, several short steps in one line, and the start and end of the process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from resiliency.telemetry.step_observer import StepObserver, StepSubscriber, Ste
 
 __all__ = ["StepEvents", "log_steps"]
 
-#: Steps written one by one after the start of training, from which the warm-up is measured.
+#: Steps that are written one by one after the start of training; the warm-up is measured from them.
 SINGLE_STEPS = 10
 
 
@@ -21,7 +21,7 @@ class StepEvents(StepSubscriber):
     Very short steps are summed into one line, so that a rank writes about twenty lines a second at most.
 
     Thread: the training thread.
-    Safe after a call returns: everything written survives SIGKILL; at most ``line_every`` of steps is pending.
+    What is written when a call returns survives SIGKILL; steps of at most ``line_every`` are not written yet.
     """
 
     def __init__(self, writer: EventWriter, *, line_every: timedelta = timedelta(milliseconds=50)) -> None:
@@ -65,7 +65,8 @@ class StepEvents(StepSubscriber):
 
     def step_ended(self, timing: StepTiming) -> None:
         if not timing.follows or timing.save_in_flight != self._save_in_flight:
-            # Pending steps that are not followed by this one, or differ in ``save_in_flight``, get a line of their own.
+            # Pending steps get a line of their own when this step does not follow them or differs in
+            # ``save_in_flight``.
             self.flush()
         self._step = timing.step
         self._count += timing.count
@@ -113,8 +114,8 @@ class StepEvents(StepSubscriber):
 
 
 def log_steps(observer: StepObserver, open_writer: Callable[[], EventWriter]) -> StepEvents | None:
-    """Writes the observer's steps to the writer that ``open_writer`` gives; None when they are
-    already written to another log, because each step is written once."""
+    """Subscribes to ``observer`` and writes its steps to the writer that ``open_writer`` returns. Returns None, and
+    opens no writer, when the steps are already written to a log, because each step is written once."""
     if any(isinstance(subscriber, StepEvents) for subscriber in observer.subscribers):
         return None
     events = StepEvents(open_writer())

@@ -2,8 +2,8 @@
 
 One observer per trainer measures; its subscribers are the event log
 (:class:`resiliency.telemetry.step_events.StepEvents`), the running totals behind the goodput figure
-(:class:`resiliency.telemetry.step_totals.StepTotals`), and what comes later. Time lost to checkpoints is reported to
-the observer (:meth:`StepObserver.stall`) and reaches subscribers as part of the step that lost it.
+(:class:`resiliency.telemetry.step_totals.StepTotals`), and others. Time lost to checkpoints is reported to the observer
+(:meth:`StepObserver.stall`) and reaches subscribers as part of the step that lost it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ class StepTiming:
         eval_s: part of it spent in validation.
         save_in_flight: a save was being copied, committed or uploaded when the step ended.
         between_s: part of ``duration_s`` before the first batch of the step arrived.
-        active_s: from that arrival to the end, without validations.
-        own_s: ``busy_s`` and the wait for the first batch. The wait for a later batch, while gradients accumulate, is
-            not the rank's own: Lightning makes ranks wait for one another between any two batches.
+        active_s: from the arrival of that batch to the end of the step, without validation.
+        own_s: ``busy_s`` plus the wait for the first batch. The wait for a later batch, while gradients accumulate,
+            does not count as the rank's own work, because Lightning makes ranks wait for one another between any two
+            batches.
     """
 
     step: int
@@ -56,7 +57,8 @@ class StepTiming:
 
 
 class StepSubscriber:
-    """Notified of training and its steps; override what is needed. Must return within microseconds and must not raise.
+    """Is notified of training and its steps; override the methods you need. They must return within microseconds and
+    must not raise.
 
     Thread: the training thread.
     """
@@ -68,10 +70,11 @@ class StepSubscriber:
         """One step has ended."""
 
     def progressed(self) -> None:
-        """A batch has arrived or ended, whether it was a step or not, or is about to be fetched."""
+        """A batch has arrived or has ended (with or without an optimizer step), or the first batch of another epoch is
+        about to be fetched."""
 
     def paused(self) -> None:
-        """What comes next is no batch of training: validation, the end of an epoch."""
+        """No training batch comes next: validation begins, or the epoch has had its last batch."""
 
     def training_ended(self, step: int) -> None:
         """The last batch has ended."""
@@ -92,10 +95,11 @@ class StepObserver:
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock`` gives seconds (tests)."""
+        """``clock`` returns seconds; tests replace it."""
         #: Set while a save of this rank is being copied, committed or uploaded.
         self.save_in_flight = False
-        #: Called before a batch's arrival and end are timed: waits for the device, for who wants its work in the times.
+        #: If set, called before the arrival, the backward and the end of a batch are timed. It waits for the device, so
+        #: that the times include the device's work.
         self.synchronize: Callable[[], None] | None = None
         self._clock = clock
         self._subscribers: tuple[StepSubscriber, ...] = ()
@@ -110,12 +114,13 @@ class StepObserver:
         self._validating_from: float | None = None
         # Parts of the current step.
         self._data = self._stall = self._eval = self._busy = self._loop = 0.0
-        # Between two steps, and validations since then; None before the first batch of a step.
+        # Seconds from the end of the last step to the arrival of this step's first batch (None until it has arrived),
+        # validation since then, and the wait for that batch.
         self._between: float | None = None
         self._eval_inside = self._first_wait = 0.0
-        # When the current wait for a batch, or the current batch, began, and how much of it was stall or validation.
+        # When the current wait for a batch began, and how much of it was stall or validation; below, of the batch.
         self._between_from, self._between_off = now, 0.0
-        # When a fetch began, and what fetches took since the last batch; None when none was reported.
+        # When the current fetch began, and seconds of fetches since the last batch; None when no fetch was reported.
         self._fetch_from: float | None = None
         self._fetched: float | None = None
         self._batch_from, self._inside_off = now, 0.0
@@ -129,8 +134,8 @@ class StepObserver:
         return self._subscribers
 
     def subscribe(self, subscriber: StepSubscriber) -> None:
-        """Notifies ``subscriber`` of every step from now on, and of the start at once when training is under way. Does
-        nothing when it is subscribed already."""
+        """Notifies ``subscriber`` of every step from now on; when training is under way, also of its start, at once.
+        Does nothing when it is subscribed already."""
         if any(known is subscriber for known in self._subscribers):
             return
         self._subscribers += (subscriber,)
@@ -180,12 +185,13 @@ class StepObserver:
             subscriber.progressed()
 
     def fetch_started(self) -> None:
-        """The loop asks its loader for a batch, before the batch or (a step that fetches for itself) within it."""
+        """The loop asks its data loader for a batch. Call it before the batch, or within it when the step fetches for
+        itself."""
         if self._training:
             self._fetch_from = self._clock()
 
     def fetch_ended(self) -> None:
-        """The loader has answered. Does nothing when no fetch has started."""
+        """The data loader has returned. Does nothing when no fetch has started."""
         if self._fetch_from is None:
             return
         took, self._fetch_from = max(0.0, self._clock() - self._fetch_from), None
@@ -215,14 +221,14 @@ class StepObserver:
             subscriber.progressed()
 
     def epoch_started(self) -> None:
-        """The first batch of another epoch is about to be fetched; before the first batch of all, nothing is known of
-        how long that may take (a stream that is read up to where it was, say)."""
+        """The first batch of another epoch is about to be fetched. Does nothing before the very first batch of
+        training, because nobody knows how long that one takes: a stream may have to be read up to where it was."""
         if self._training and self._seen_batch and not self._inside:
             for subscriber in self._subscribers:
                 subscriber.progressed()
 
     def epoch_ends(self) -> None:
-        """The batch that has ended was the last one of the epoch."""
+        """The last batch of the epoch has ended."""
         for subscriber in self._subscribers:
             subscriber.paused()
 
@@ -275,7 +281,7 @@ class StepObserver:
         self._exclude(took)
 
     def _exclude(self, seconds: float) -> None:
-        """Takes stall and validation time out of data wait and the rank's own work."""
+        """Keeps ``seconds`` of stall or validation out of the data wait and the rank's own work."""
         if self._inside:
             self._inside_off += seconds
         else:

@@ -1,7 +1,7 @@
-"""Compares the ranks of a job by the work of their own, so that a straggler shows up by name. Pure.
+"""Compares the ranks of a job by their own work in a step, so that a straggler shows up by name. Pure.
 
-Ranks that train together end their steps together, however unequal they are: the fast ones wait. What tells them apart
-is the time before they first wait for one another, the wait for data and the forward pass.
+Ranks that train together end their steps together, however unequal they are, because the fast ones wait. What tells
+them apart is the time before they first wait for one another: the wait for data and the forward pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from resiliency.telemetry.step_observer import StepTiming
 
 __all__ = ["RankSteps", "StepWindow", "spread_text", "straggler_text", "stragglers"]
 
-#: Of a step. What a rank is behind by less than that is noise of the host.
+#: Share of a step, and seconds. A rank that is behind the median by no more than the larger of both is not slow: so
+#: much is noise of the host.
 _LEAST_SHARE = 0.02
 _LEAST_S = 0.001
 
@@ -26,9 +27,9 @@ class RankSteps:
 
     Attributes:
         window: number of the window, from 1 in each fit.
-        first, last: steps.
-        own_s: seconds of its own work a step: waiting for data, and the forward pass.
-        step_s: seconds a step.
+        first, last: numbers of the first and last step in it.
+        own_s: mean seconds of the rank's own work in a step: the wait for data and the forward pass.
+        step_s: mean seconds of a step.
     """
 
     rank: int
@@ -44,7 +45,7 @@ class RankSteps:
 
     @classmethod
     def from_text(cls, text: str | bytes) -> RankSteps:
-        """Raises ValueError or TypeError for what :meth:`to_text` has not written."""
+        """Reads what :meth:`to_text` has written; raises ValueError or TypeError for other text."""
         return cls(**json.loads(text))
 
 
@@ -69,7 +70,7 @@ class StepWindow:
         self._all += timing.duration_s
 
     def take(self) -> RankSteps | None:
-        """The steps since the last call; None when there were none."""
+        """Returns the steps since the last call; None when there were none."""
         if not self._count:
             return None
         self._window += 1
@@ -87,7 +88,7 @@ class StepWindow:
 
 
 def stragglers(ranks: Sequence[RankSteps], *, factor: float) -> list[RankSteps]:
-    """Those whose own work takes more than ``factor`` times the median, the slowest first."""
+    """The ranks whose own work takes more than ``factor`` times the median, and more than noise, the slowest first."""
     if len(ranks) < 2:
         return []
     median = statistics.median_low(one.own_s for one in ranks)
@@ -100,7 +101,7 @@ def stragglers(ranks: Sequence[RankSteps], *, factor: float) -> list[RankSteps]:
 
 
 def straggler_text(one: RankSteps, ranks: Sequence[RankSteps]) -> str:
-    """What is said of a straggler."""
+    """The sentence that names the straggler ``one`` and compares it with the median of ``ranks``."""
     median = statistics.median_low(each.own_s for each in ranks)
     times = f", {one.own_s / median:.1f} times the median" if median > 0 else ""
     return (
@@ -110,7 +111,7 @@ def straggler_text(one: RankSteps, ranks: Sequence[RankSteps]) -> str:
 
 
 def spread_text(ranks: Sequence[RankSteps], *, world_size: int) -> str:
-    """How far the ranks are apart."""
+    """The sentence that compares the fastest rank with the slowest."""
     fast, slow = min(ranks, key=lambda one: one.own_s), max(ranks, key=lambda one: one.own_s)
     said = f" ({len(ranks)} of {world_size} ranks)" if len(ranks) < world_size else ""
     last = max(one.last for one in ranks)

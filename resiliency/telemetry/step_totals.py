@@ -17,7 +17,7 @@ class StepTotals(StepSubscriber):
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock`` gives seconds (tests)."""
+        """``clock`` returns seconds; tests replace it."""
         self._clock = clock
         self._born = clock()
         self.steps = 0

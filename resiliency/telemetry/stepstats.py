@@ -92,7 +92,7 @@ _Opened = tuple[bytes | float, bytes | float | None, int]
 StepLine = tuple[int, int, float, float, float, float, float, bool, float, bytes | float, bytes | float | None, float]
 #: A step number that is higher than the last one by more than this is doubted, unless such steps follow each other.
 LEAP = 100_000
-#: So many lines that are too long are no longer single wrong ones.
+#: More lines than this that claim more time than has passed are no single errors.
 MOST_TOO_LONG = 8
 
 
@@ -135,15 +135,16 @@ class StepStats:
         self.last_stamp: bytes | float = 0.0
         #: Monotonic seconds of the last step, as written in the log (bytes) or as a number.
         self.last_mono: bytes | float | None = None
-        #: Lines that opened the last two windows, as (stamp, monotonic seconds, step): other witnesses of the clocks.
+        #: Lines that opened the last two windows, as (stamp, monotonic seconds, step): more samples of the two clocks.
         self.opened: tuple[_Opened | None, _Opened | None] = (None, None)
         #: Step numbers below ``high`` that have not been seen, as (first, last).
         self.gaps: list[tuple[int, int]] = []
-        #: A line that is doubted until the next one bears it out.
+        #: A doubted line that waits for the next one to confirm it.
         self.waits: StepLine | None = None
-        #: By how much the number may rise from a line to the next.
+        #: By how much the step number may rise from a line to the next without being doubted.
         self.leap = LEAP
-        #: Lines of more seconds are compared with the clock, and how many were longer than the time there was.
+        #: Lines of more than ``long_s`` seconds are compared with the clocks; ``too_long`` of them claimed more time
+        #: than had passed.
         self.long_s = 0.0
         self.too_long = 0
         self._current: Window | None = None
@@ -151,15 +152,16 @@ class StepStats:
 
     @property
     def most(self) -> int:
-        """Higher step numbers are doubted; the first one may be any."""
+        """The highest step number that is not doubted. The first one may be any."""
         return self.high + self.leap if self.high >= 0 else 1 << 62
 
     def begins(self, time: float, mono: float | None) -> None:
-        """The first step begins no earlier than this."""
+        """Sets the times before which the first step cannot have begun."""
         self.last_stamp, self.last_mono = time, mono
 
     def _believed(self, step: int, step_s: float, stamp: bytes | float, mono: bytes | float | None) -> float:
-        """The share of the seconds of a long line that fits between it and the line before, by either clock."""
+        """Share in [0, 1] of a long line's seconds that fits between the line before and this one, by the clock that
+        leaves more room."""
         before, now = parse_stamp(self.last_stamp), parse_stamp(stamp)
         if step <= self.high or before is None or now is None:
             return 1.0
@@ -169,7 +171,8 @@ class StepStats:
         if 0.0 <= most < step_s - max(1.0, 0.1 * most):
             self.too_long += 1
             if self.too_long > MOST_TOO_LONG:
-                # It always is: a writer that counts otherwise, which the account as a whole is cut to.
+                # So many are no single errors: this writer counts otherwise. The account as a whole is cut to the time
+                # that has passed.
                 self.long_s, self.too_long = float("inf"), 0
             return most / step_s
         self.long_s = max(self.long_s, 2.0 * step_s)
@@ -216,7 +219,7 @@ class StepStats:
 
         compute = step_s - data_s - stall_s - eval_s - loop_s
         if compute < 0.0:
-            # Its parts cannot be longer than the whole.
+            # The parts cannot be longer than the whole step.
             compute = 0.0
             share = step_s / (data_s + stall_s + eval_s + loop_s)
             data_s, stall_s, eval_s, loop_s = data_s * share, stall_s * share, eval_s * share, loop_s * share
@@ -242,7 +245,7 @@ class StepStats:
         window.n += count
         window.step_s += step_s
         window.data_s += data_s
-        # Most steps have none of these: to ask costs less than to add.
+        # Most steps have none of these, and a test costs less than an addition.
         if stall_s:
             window.stall_s += stall_s
         if eval_s:
@@ -336,7 +339,8 @@ class StepStats:
 
 
 def middle(cells: Histogram) -> float | None:
-    """Mean step time of the middle half of all steps in seconds: the time of an undisturbed step."""
+    """Mean step time in seconds of the middle half of all steps: the time of an undisturbed step. None without
+    steps."""
     n = sum(count for count, _ in cells.values())
     if n <= 0:
         return None
@@ -353,7 +357,7 @@ def middle(cells: Histogram) -> float | None:
 
 
 def typical(cells: Histogram) -> float | None:
-    """Mean step time in seconds without outliers: of all steps within twice the middle; None without steps."""
+    """Mean step time in seconds without outliers: of the steps of at most twice :func:`middle`. None without steps."""
     center = middle(cells)
     if center is None:
         return None

@@ -1,4 +1,5 @@
-"""A supervisor calls a job by its workload, the job's own processes by their run: what belongs together. Pure."""
+"""Joins what a supervisor wrote of a job to the job's own events: the supervisor's carry the name of the workload, the
+job's own that of the run. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ __all__ = ["join_supervisors"]
 
 
 def join_supervisors(runs: Mapping[str, RunFacts]) -> dict[str, RunFacts]:
-    """Runs by name, those that only a supervisor wrote of as a part of the run they are about.
+    """Returns the runs by name; a run that only a supervisor wrote of becomes a part of the job's own run.
 
-    That is the one whose ranks tell the workload's name, or the only one. The facts that are given do not change.
+    That is the run whose ranks tell the name of the workload, or the only run with ranks; where there is no such run,
+    or more than one, the supervisor's stays as it is. The facts passed in do not change.
     """
     told = {name: run for name, run in runs.items() if run.segments or run.nodes}
     joined = dict(runs)

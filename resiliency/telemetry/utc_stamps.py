@@ -1,4 +1,4 @@
-"""The stamps of log lines, as UTC seconds. Pure."""
+"""Converts the timestamps of log lines to UTC seconds. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ __all__ = ["parse_stamp"]
 
 
 def parse_stamp(stamp: bytes | str | float | int | None) -> float | None:
-    """UTC seconds of an ISO timestamp (UTC if it has no zone) or a number; None when it is neither."""
+    """UTC seconds of an ISO timestamp (UTC if it has no zone) or a number; None for anything else, and for a time that
+    is not between 1970 and 2286."""
     if isinstance(stamp, (str, bytes)):
         text = stamp if isinstance(stamp, str) else stamp.decode("ascii", "replace")
         try:
-            moment = datetime.fromisoformat(text)  # nearly all, on every Python
+            moment = datetime.fromisoformat(text)  # parses nearly all stamps, on every supported Python
         except ValueError:
             other = _iso(text.strip())
             if other is None:
@@ -40,7 +41,7 @@ def _iso(text: str) -> datetime | None:
     try:
         return datetime.fromisoformat(text)
     except ValueError:
-        pass  # Python 3.10 takes 3 or 6 digits of a second only; others are cut or padded below.
+        pass  # Python 3.10 takes only 3 or 6 fractional digits; other numbers of digits are cut or padded below.
     head, dot, rest = text.partition(".")
     if not dot:
         return None

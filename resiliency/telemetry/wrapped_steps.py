@@ -1,5 +1,5 @@
-"""Step lines that a log shipper has wrapped, found in the text without parsing all of it: Cloud Logging's entries, with
-the event as ``jsonPayload``, its keys as we write them or in the order of the alphabet. Pure."""
+"""Finds step lines that a log shipper has wrapped, without parsing the whole text as JSON: entries of Cloud Logging
+that hold the event as ``jsonPayload``, its keys in the order of our writers or of the alphabet. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import re
 
 __all__ = ["DENSE_STEP", "ENTRY_BREAK", "SORTED_STEP", "WrappedStep", "find_as_written", "find_step"]
 
-#: Between two entries of an array as ``gcloud logging read --format=json`` prints it.
+#: The text between two entries of an array as ``gcloud logging read --format=json`` prints it.
 ENTRY_BREAK = re.compile(rb"\n  \},\s*\n  \{\r?\n")
 
-#: Well formed and below 1e9, as in the reader; whole numbers may be written as ``40.0``.
+#: A well formed number below 1e9, as in the reader. Integers (``_INT``) may be written as ``40.0``.
 _N = rb"(\d{1,9}(?:\.\d{1,20}|)(?:e-\d{1,3}|))"
 _INT = rb"(\d{1,18})(?:\.0|)"
 _TEXT = rb'"([^"\\\n]*)"'
@@ -22,7 +22,8 @@ def _pair(name: str, value: bytes, *, optional: bool = False) -> bytes:
 
 
 def _without_spaces(pattern: bytes) -> re.Pattern[bytes]:
-    """The same for text without spaces, as exporters of lines write it: found in four fifths of the time."""
+    """The same pattern for text without spaces, as exporters of lines write it: it matches in four fifths of the
+    time."""
     return re.compile(pattern.replace(rb"\s?", b"").replace(rb"\s*", b""))
 
 
@@ -52,7 +53,8 @@ _SORTED_TEXT = (
     + rb"\}"
 )
 SORTED_STEP = re.compile(_SORTED_TEXT)
-#: What :func:`find_step` finds in most lines; to be asked first where calls count. Its groups are a ``WrappedStep``.
+#: The form of most lines: sorted keys, no spaces. Where the cost of a call counts, try it before :func:`find_step`. Its
+#: groups are a ``WrappedStep``.
 DENSE_STEP = _without_spaces(_SORTED_TEXT)
 _AS_WRITTEN = re.compile(
     _OPEN
@@ -77,8 +79,8 @@ _AS_WRITTEN = re.compile(
     + rb"\}"
 )
 _Found = bytes | None
-#: In this order: attempt, busy, count, data, eval, host, name, loop, monotonic, rank, in flight, stall, step, longest,
-#: step time, stamp.
+#: The fields of a step, in this order: attempt, busy, count, data wait, eval, host, job name, loop, monotonic time,
+#: rank, save in flight, stall, step number, longest step, step time, timestamp.
 WrappedStep = tuple[
     bytes,
     _Found,
@@ -100,7 +102,7 @@ WrappedStep = tuple[
 
 
 def find_step(entry: bytes) -> WrappedStep | None:
-    """The step in an entry; None when it has none, or not in one of the two forms."""
+    """Returns the step in an entry; None when there is none, or when its keys are in neither of the two orders."""
     match = SORTED_STEP.search(entry)
     if match is not None:
         return match.groups()  # type: ignore[return-value]
@@ -108,7 +110,7 @@ def find_step(entry: bytes) -> WrappedStep | None:
 
 
 def find_as_written(entry: bytes) -> WrappedStep | None:
-    """The step in an entry whose keys are in the order of our writers; None for others."""
+    """Returns the step in an entry whose keys are in the order of our writers; None for any other entry."""
     match = _AS_WRITTEN.search(entry)
     if match is None:
         return None
