@@ -156,7 +156,9 @@ class _Run:
         found = digest(self._state)
         wrong = sum(found[name] != self._saved[name] for name in found)
         if wrong:
-            raise AssertionError(f"the restore of step {self._step} gave {wrong} of {len(found)} tensors wrong bits")
+            raise AssertionError(
+                f"after the restore of step {self._step}, {wrong} of {len(found)} tensors differ from what was saved"
+            )
         return seconds
 
 

@@ -92,7 +92,7 @@ def narrate(args: argparse.Namespace, console: Console) -> list[Chapter]:
         _wait_for_training(watch, hosts, deed, "it is to be taken in at a checkpoint")
         _train(watch, hosts, args.between)
         hosts.end()
-        watch.say("it has been seen for long enough, and is told to end")
+        watch.say("the demo has seen enough, and ends the job")
         watch.until(lambda: not hosts.launch.running(), "the training ends")
         hosts.launch.check()
         hosts.follower.poll()

@@ -102,7 +102,7 @@ class Reporter:
     def report_refused(self, step: StepId, tier: str, name: str, reason: str) -> None:
         """Writes the event of a name that could not be given to a step, and notifies the ranks."""
         self._events.emit(EventKind.CHECKPOINT_NAME_REFUSED, step=step.step, tier=tier, name=name, reason=reason)
-        logger.info("step %d has not got the name %r on %s: %s", step.step, name, tier, reason)
+        logger.info("step %d was not given the name %r on %s: %s", step.step, name, tier, reason)
         for rank in self._ranks:
             self.notify(rank, NameRefused(id=step, tier=tier, name=name, reason=reason))
 

@@ -173,12 +173,12 @@ class Restorer:
                 EventKind.CHECKPOINT_PASSED_OVER, step=step.step, taken=taken.step, reasons=reasons
             )
             more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
-            others = f"; so are {len(passed) - 1} other steps newer than that" if len(passed) > 1 else ""
+            others = f"; {len(passed) - 1} other newer steps are damaged, too" if len(passed) > 1 else ""
             if step == passed[0]:
                 logger.warning(
                     "%s is damaged: %s%s; %s is restored instead%s",
                     step,
-                    reasons[0] if reasons else "no whole copy is left",
+                    reasons[0] if reasons else "no complete copy of it is left",
                     more,
                     taken,
                     others,
@@ -263,8 +263,8 @@ class Restorer:
         if inventory and self.rank == 0:
             bare = {entry.step for entry in inventory if not entry.world_size}
             logger.warning(
-                "no checkpoint of run %r in %s is whole (%d steps lack records or shards, %d of them have shards and no"
-                " record): their saves were cut off, or files were deleted; nothing is restored",
+                "no checkpoint of run %r in %s is complete (%d steps lack records or shards, %d of them have shards and"
+                " no record): their saves were cut off, or files were deleted; nothing is restored",
                 self._run,
                 places,
                 len({entry.step for entry in inventory}),

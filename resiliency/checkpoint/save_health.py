@@ -119,7 +119,7 @@ class SaveHealth:
             # The tier works, but a save to it takes longer than the time between two saves. This is not a spell, as it
             # does not end.
             if self._speaks and not self._too_slow:
-                logger.warning("%s. Save to it less often; this is said once", text)
+                logger.warning("%s. Save to it less often (logged once)", text)
             self._too_slow = True
             return
         self._warn(tier, "lost", False, text)
@@ -129,7 +129,7 @@ class SaveHealth:
         """Reports that a save did not get one of its names on a tier. Warns once per name."""
         if self._speaks and (tier, name) not in self._refused and len(self._refused) < _MOST_NAMES:
             self._refused.add((tier, name))
-            text = "rank %d: step %d has not got the name %r on %s: %s"
+            text = "rank %d: step %d was not given the name %r on %s: %s"
             logger.warning(text, self._rank, step, name, tier, reason)
 
     def reach(self, tier: str, step: int, stage: Stage) -> None:

@@ -141,7 +141,7 @@ class Stop:
             ended = self._changed.wait_for(lambda: self._closed, max(0.0, self._deadline - _now()))
         if not ended:
             logger.error(
-                "rank %d has not left %.1f s after it was told to go, and is ended here. Its main thread:\n%s",
+                "rank %d still runs %.1f s after it was told to go: its process is ended. Its main thread:\n%s",
                 self.rank,
                 _now() - self._began,
                 _main_stack(),

@@ -316,7 +316,7 @@ def drop_folders(tier: LocalTier, run: str, *, through: str | None = None) -> st
         else:
             without.append(listing.id)
     if without and (newest is None or max(without) > newest):
-        return f"the files of {max(without)} are gone, and no newer step has one"
+        return f"the files of {max(without)} were deleted, and no newer step has a file"
     if through is None and os.path.isdir(folder):
         through = os.path.join(folder, _DROPPED + secrets.token_hex(4))
         os.mkdir(through)

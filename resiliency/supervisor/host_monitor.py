@@ -89,7 +89,7 @@ _STOPPED_S = 10.0
 _WARM_S = 600.0
 _LONGEST_REASON = 1000
 _LONGEST_PARTITION_S = 86400.0
-_LONGEST_DEVICE, _MOST_XIDS, _ON_PURPOSE = 64, 10_000, "put in on purpose"
+_LONGEST_DEVICE, _MOST_XIDS, _ON_PURPOSE = 64, 10_000, "injected fault"
 
 
 @dataclass(kw_only=True)
@@ -226,7 +226,7 @@ class HostMonitor:
         await end_tasks([keeping])
         if self._launcher is not None and not self._launcher.ended.is_set():
             logger.info(
-                "told to end; so is the launcher, which has %.0f s for its ranks to save", self._settings.stop_s
+                "ending; the launcher is told to end, and has %.0f s for its ranks to save", self._settings.stop_s
             )
             self._connection.say_soon()
             await self._launcher.end(self._settings.stop_s)

@@ -267,7 +267,7 @@ class Injector:
         if not fault.source:
             self._tell_monitor(fault)
             return
-        line = f"NVRM: Xid (PCI:{fault.device}): {fault.code}, put in on purpose"
+        line = f"NVRM: Xid (PCI:{fault.device}): {fault.code}, injected fault"
         if self._tell(f"xid {fault.code} of device {fault.device}, in {fault.source}"):
             with os.fdopen(open_regular(fault.source, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
                 file.write(line + "\n")

@@ -255,7 +255,7 @@ class _LocalRun:
             if not self._client().get("/v1/status", hosts=0)["frozen"]:
                 return
         except AgentError as error:
-            logger.warning("the supervisor was not asked whether it waits for hosts that are gone: %s", error)
+            logger.warning("cannot ask the supervisor whether it waits for lost hosts: %s", error)
             return
         for number in self._lost:
             _end_launcher(self._folder, number)

@@ -7,8 +7,8 @@
     host 2: eth0 198.18.N.12 ---- host2 /
 
 No part of it has a name in the file system. The switch lasts as long as a process holds its socket: the process that
-has made it, the supervisor, and each monitor, so that hosts train on when the first of them is killed. A host's namespace
-lasts as long as a process in it, or the process that has made it. When the switch is removed all cables are, including
+made it, the supervisor, and each monitor, so that hosts train on when the first of them is killed. A host's namespace
+lasts as long as a process in it, or the process that made it. When the switch is removed all cables are, including
 the one in the machine's own namespace.
 """
 

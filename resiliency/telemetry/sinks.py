@@ -135,7 +135,7 @@ class CloudLoggingSink:
                 if not self._warned:
                     self._warned = True
                     logger.warning(
-                        "Google Cloud Logging does not take events of %s; retrying", self.log_name, exc_info=True
+                        "cannot send events of %s to Google Cloud Logging; retrying", self.log_name, exc_info=True
                     )
                 if self._closing.wait(self._retry_s):
                     return

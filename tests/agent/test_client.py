@@ -374,6 +374,6 @@ def test_what_fails_in_the_agent_is_said_by_the_trainer_once(local: Path, caplog
             ticket = checkpointer.save(int(name[0]), make_state(2), names=[name])
             assert ticket is not None
             ticket.wait(timeout=SOON)
-        said = [text for text in caplog.messages if "has not got the name" in text]
+        said = [text for text in caplog.messages if "was not given the name" in text]
         assert len(said) == 2 and "'2.ckpt'" in said[0] and "'3.ckpt'" in said[1]
         assert save(checkpointer, 4)

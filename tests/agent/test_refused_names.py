@@ -57,7 +57,7 @@ def test_a_name_that_is_refused_holds_up_no_other_and_is_said_to_the_user(
         found = locate(str(root / "free.ckpt"))
         assert found is not None and found.id.step == 2, root
     told = [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING]
-    assert [("has not got the name 'taken.ckpt'" in text, "move it away" in text) for text in told] == [
+    assert [("was not given the name 'taken.ckpt'" in text, "move it away" in text) for text in told] == [
         (True, True)
     ] * 2
     assert "on local" in told[0] and "on store" in told[1]

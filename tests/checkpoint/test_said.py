@@ -76,7 +76,7 @@ def test_the_newest_of_several_is_named_and_the_others_are_counted(
     damage(folder_of(copy, 20), "bits")
     assert {one.step for one in copy.load() if one is not None} == {10}
     (told,) = [text for text in warnings(caplog) if "is restored instead" in text]
-    assert "so are 1 other" in told
+    assert "1 other newer steps are damaged, too" in told
     assert [event["step"] for event in passed_over(copy.local_dir)] == [30, 20]
 
 

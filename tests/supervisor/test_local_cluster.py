@@ -156,7 +156,7 @@ def test_faults_of_devices_are_put_into_a_job_that_runs_and_its_host_goes(start:
     run.until(lambda: "scale_down this-machine-0" in run.text)
     assert run.text.count("(plan ") == plans + 1
     put_in("ecc", "--errors", "2", "--device", "0000:5e:00")
-    run.until(lambda: "2 memory errors were not corrected (put in on purpose)" in run.text)
+    run.until(lambda: "2 memory errors were not corrected (injected fault)" in run.text)
     run.finished.touch()
     assert run.wait() == 0, run.text[-6000:]
 
