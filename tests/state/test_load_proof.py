@@ -28,7 +28,7 @@ class Own:
 
 @pytest.fixture
 def allowed() -> Iterator[None]:
-    before = torch.serialization.get_safe_globals()
+    before = list(torch.serialization.get_safe_globals())
     torch.serialization.add_safe_globals([Own])
     yield
     torch.serialization.clear_safe_globals()
