@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from resiliency.testing.zygote import Zygote
+from tests.older_torch import NOT_STORED
 
 #: A process that hangs ends after this time.
 _LIMIT_S = 60
@@ -94,8 +95,6 @@ def per_channel(dtype: torch.dtype) -> Tensor:
 DTYPES = """bool uint8 uint16 uint32 uint64 int8 bfloat16 complex32 complex64 complex128 float8_e4m3fn float8_e5m2
  float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 bits8 bits16 bits1x8 bits2x4 bits4x2""".split()
 SUB_BYTE = "uint1 uint4 uint7 int1 int2 int4".split()
-#: Of these torch 2.4 has tensors, and does not store them.
-NOT_STORED = "uint16 uint32 uint64".split() if torch.__version__ < "2.5" else []
 
 
 def _of_dtypes(names: list[str]) -> dict[str, Callable[[], Any]]:
@@ -113,7 +112,7 @@ def _of_dtypes(names: list[str]) -> dict[str, Callable[[], Any]]:
 
 #: What torch.save writes and torch.load reads.
 KEPT: dict[str, Callable[[], Any]] = {
-    **_of_dtypes([name for name in DTYPES if name not in NOT_STORED]),
+    **_of_dtypes([name for name in DTYPES if f"torch.{name}" not in NOT_STORED]),
     "qint8": lambda: torch.quantize_per_tensor(torch.linspace(-3, 3, 24), 0.1, 3, torch.qint8),
     "quint8": lambda: torch.quantize_per_tensor(torch.linspace(-3, 3, 24), 0.1, 3, torch.quint8),
     "qint32": lambda: torch.quantize_per_tensor(torch.linspace(-3, 3, 24), 0.1, 3, torch.qint32),
@@ -145,7 +144,7 @@ KEPT: dict[str, Callable[[], Any]] = {
 
 #: What torch.save refuses, or writes so that torch.load refuses it.
 REFUSED: dict[str, Callable[[], Any]] = {
-    **_of_dtypes([*SUB_BYTE, *NOT_STORED]),
+    **_of_dtypes([*SUB_BYTE, *(name.removeprefix("torch.") for name in NOT_STORED)]),
     "fake": fake,
     "hostile": lambda: Hostile(torch.arange(300.0)),
     "functional": lambda: torch._to_functional_tensor(torch.ones(4)),  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from resiliency.checkpoint import Stage
 from resiliency.state.load_proof import LoadProof
 from resiliency.state.structure import dump
 from resiliency.testing.checkpoints import make_checkpointer, make_state
+from tests.older_torch import allowed
 
 SOON = timedelta(seconds=20)
 
@@ -27,12 +28,9 @@ class Own:
 
 
 @pytest.fixture
-def allowed() -> Iterator[None]:
-    before = list(torch.serialization.get_safe_globals())
-    torch.serialization.add_safe_globals([Own])
-    yield
-    torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals(before)
+def allowed_own() -> Iterator[None]:
+    with allowed(Own):
+        yield
 
 
 def refusal(proof: LoadProof, tree: Any) -> str:
@@ -64,7 +62,7 @@ def test_a_class_of_the_user_is_named_once() -> None:
     assert refusal(proof, {"x": [Own()]}) == ""
 
 
-def test_an_allowed_class_is_not(allowed: None) -> None:
+def test_an_allowed_class_is_not(allowed_own: None) -> None:
     assert refusal(LoadProof(), {"x": Own()}) == ""
 
 
