@@ -477,7 +477,7 @@ class StandbyAgent(LocalElasticAgent):
             # restart follows, though that is for torchrun to do: a host that was left out waits for its next place.
             if self._pcontext:
                 self._pcontext.close(death_sig, timeout)
-            super()._shutdown(death_sig, is_restart=True)
+            cast(Any, super())._shutdown(death_sig, is_restart=True)
         self._note_preempted()
         reap_others()
 
