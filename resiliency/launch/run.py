@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,8 @@ _RENDEZVOUS_FLAGS = [f"--rdzv-{name}" for name in ("backend", "endpoint", "id", 
 _RENDEZVOUS_FLAGS += ["--node-rank", "--master-addr", "--master-port", "--standalone"]
 #: Bytes of the name of an abstract unix socket.
 _MOST_NAME = 107
+#: Torch's when nobody has chosen one; later ones say None.
+_PORT_OF_ALL_JOBS = 29500
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
@@ -92,6 +95,8 @@ def main(words: Sequence[str], *, local_cluster: LocalCluster | None = None) -> 
         set_variable(_OWN_STORE, None)
     else:
         set_variable(_OWN_STORE, all_variables().get(_OWN_STORE, "1"))
+    if options.one_host:
+        _choose_port(args)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored the kernel keeps no exit status for us
     become_subreaper()
     _name_callers_quickly()
@@ -229,6 +234,14 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="start every rank as a fresh interpreter, as torchrun does (seconds instead of milliseconds)",
     )
+
+
+def _choose_port(args: argparse.Namespace) -> None:
+    """A free one for a job of one host that names none, as torch of today chooses it; up to 2.6 at least all such jobs
+    of a machine had the same."""
+    if args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port == _PORT_OF_ALL_JOBS:
+        with socket.create_server(("", 0)) as found:
+            args.master_port = found.getsockname()[1]
 
 
 def _name_callers_quickly() -> None:

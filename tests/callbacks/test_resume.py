@@ -28,7 +28,7 @@ from tests.callbacks.harness import (
     stock,
     weights,
 )
-from tests.older_torch import allowed
+from tests.older_torch import TORCH, allowed
 
 PL = "lightning.pytorch"
 EVERY: dict[str, Any] = {"every_n_train_steps": 4, "save_top_k": -1, "filename": "{step}", "save_last": True}
@@ -254,7 +254,7 @@ def test_hyper_parameters_of_user_classes_are_refused_with_the_instruction_as_by
         fit(PL, tmp_path, ours(PL, tmp_path, auto_resume=True, **EVERY), max_steps=5, net=net, **arguments)
         return int(net.ran)
 
-    strict = {} if torch.__version__ >= "2.6" else {"weights_only": True}  # where nothing is said, an older one trusts
+    strict = {} if TORCH >= (2, 6) else {"weights_only": True}  # where nothing is said, an older one trusts
     with pytest.raises(pickle.UnpicklingError, match="add_safe_globals"):
         resume(**strict)
     assert resume(weights_only=False) == 1

@@ -32,6 +32,7 @@ from resiliency.plugins.checkpoint_io import build
 from resiliency.storage.catalog import scan
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import flip_bits
+from tests.older_torch import TORCH
 
 NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]
 EMBEDDED = CheckpointerOptions(agent="embedded")
@@ -213,7 +214,7 @@ def test_hyper_parameters_of_own_classes_are_unpickled_only_when_allowed(namespa
     default = inspect.signature(
         importlib.import_module(f"{namespace}.plugins.io").TorchCheckpointIO.load_checkpoint
     ).parameters.get("weights_only")
-    for safe in (True, None) if default is not None and torch.__version__ >= "2.6" else (True,):
+    for safe in (True, None) if default is not None and TORCH >= (2, 6) else (True,):
         with pytest.raises(pickle.UnpicklingError, match="add_safe_globals"):
             plugin.load_checkpoint(path, weights_only=safe)  # nothing is unpickled
     trainer = make_trainer(namespace, tmp_path, plugin, steps=3)
