@@ -20,7 +20,7 @@ TORCH = tuple(map(int, importlib.metadata.version("torch").split(".")[:2]))
 #: By their names connections of gloo are found; 2.11 has none, 2.13 has.
 needs_names_of_gloo_threads = pytest.mark.skipif(
     TORCH < (2, 12),
-    reason="this torch does not name the threads of gloo: a rank that waits for a living peer is replaced",
+    reason="this torch does not name the threads of gloo: no wait for a peer that lives can be ended",
 )
 #: Torch 2.4 has tensors of these, and does not store them.
 NOT_STORED = ["torch.uint16", "torch.uint32", "torch.uint64"] if TORCH < (2, 5) else []

@@ -20,7 +20,7 @@ from resiliency.launch.exit_codes import PREEMPTED
 from resiliency.testing.zygote import WorkerProcess, Zygote
 from tests.callbacks.harness import names
 from tests.callbacks.preempted_job import AT
-from tests.older_torch import load_values
+from tests.older_torch import load_values, needs_names_of_gloo_threads
 from tests.ports import free_port
 
 SOON_S = 40.0
@@ -163,6 +163,7 @@ def test_all_ranks_save_one_step_and_leave(
 
 @pytest.mark.parametrize("whom", ["0", "1", "all", "group"])
 @pytest.mark.parametrize("workers", [0, 2])
+@needs_names_of_gloo_threads
 def test_ranks_with_a_data_loader_that_is_stuck_save_the_step_before(
     workers: int, whom: str, make: Callable[..., Job], undisturbed: dict[str, dict[str, str]]
 ) -> None:
