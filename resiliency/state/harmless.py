@@ -86,11 +86,9 @@ def _harmless_with(numpy_is_there: bool) -> list[Any]:
         float,
         str,
         bytes,  # empty ones are pickled as a call of their class
-        _codecs.encode,  # and others as a call of this
-        bytearray,
-        complex,
-        set,
     ]
+    if torch.__version__ < "2.6":  # later ones allow these by themselves
+        found += [_codecs.encode, bytearray, complex, set]  # bytes are pickled as a call of the first
     found += [pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath]
     if numpy_is_there:
         import numpy
