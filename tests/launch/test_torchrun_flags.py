@@ -141,3 +141,22 @@ def test_steps_of_a_rendezvous_are_named_as_torch_names_them(monkeypatch: pytest
     run._name_callers_quickly()
     assert dynamic_rendezvous.get_method_name is not named
     assert step() == ["step", "step"]
+
+
+@pytest.mark.parametrize(
+    "words, chosen",
+    [
+        ([], True),
+        (["--master-port", "29501"], False),
+        (["--rdzv-endpoint", "localhost:29500"], False),
+        (["--rdzv-backend", "c10d"], False),
+    ],
+)
+def test_a_job_of_one_host_that_names_no_port_has_one_of_its_own(words: list[str], chosen: bool) -> None:
+    """Up to torch 2.6 at least torchrun's default is one number for all; today it chooses by itself."""
+    parser = get_args_parser()
+    parser.set_defaults(master_port=29500)
+    args = parser.parse_args([*words, "x.py"])
+    before = args.master_port
+    run._choose_port(args)
+    assert (args.master_port != before) is chosen

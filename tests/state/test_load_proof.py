@@ -81,3 +81,9 @@ def test_a_save_says_what_a_start_would_refuse(tmp_path: Path, caplog: pytest.Lo
     for message in said:
         assert "step 1 " in message and "test_load_proof.Own" in message and "add_safe_globals" in message
     caplog.clear()
+
+
+def test_a_proof_leaves_no_sparse_tensor_to_the_next_load() -> None:
+    """Torch validates those that were made when it has loaded something, and here they have no values."""
+    assert refusal(LoadProof(), STATES["odd"]) == ""
+    assert torch._utils._sparse_tensors_to_validate == []  # type: ignore[attr-defined]

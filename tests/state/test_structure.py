@@ -7,6 +7,7 @@ import datetime
 import enum
 import io
 import pickle
+import re
 import threading
 import time
 from collections import OrderedDict, defaultdict
@@ -645,6 +646,14 @@ def test_threads_that_load_at_once_do_not_take_the_classes_from_each_other() -> 
     last.start()
     last.join(20)
     assert not last.is_alive() and failed == []
+
+
+@pytest.mark.parametrize("module", ["numpy.core", "numpy._core"])
+def test_arrays_of_any_numpy_are_loaded_without_trust(module: str) -> None:
+    """Its modules have other names since 2.0."""
+    named = re.sub(rb"cnumpy\._?core", b"c" + module.encode(), pickle.dumps([np.arange(3), np.float64(2)], protocol=2))
+    (array, number), _ = unpickle(named, lambda key, nbytes: torch.UntypedStorage(nbytes))
+    assert array.tolist() == [0, 1, 2] and number == 2.0
 
 
 def test_values_of_numpy_are_loaded_without_trust(trip: Round) -> None:
