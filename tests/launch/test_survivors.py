@@ -389,6 +389,7 @@ def test_ranks_stay_when_another_one_dies_between_two_looks(zygote: Zygote, tmp_
     assert [len(set(pids)) for _, pids in sorted(_processes(output.read_text()).items())] == [1, 2, 1]
 
 
+@needs_names_of_gloo_threads
 def test_ranks_that_form_a_group_when_a_peer_dies_form_the_next_one(launch: Any, tmp_path: Path) -> None:
     script = """
         import os, signal, sys, time
