@@ -468,6 +468,7 @@ def test_a_notice_after_the_last_batch(ends: bool, make: Callable[..., Job]) -> 
     assert job.codes(timeout_s=15) == ([0, 0] if ends else [PREEMPTED, PREEMPTED]), job.logs()
 
 
+@needs_names_of_gloo_threads
 def test_a_rank_is_interrupted_without_a_signal_that_is_a_notice(make: Callable[..., Job], tmp_path: Path) -> None:
     job, notice = make(), tmp_path / "notice"
     job.start(stuck=True, dropout=0.0, grace_s=5.0, arguments={"notice_file": str(notice), "signals": []})
