@@ -5,6 +5,7 @@ A start of it takes five seconds of processor time, so it is one fixture of the 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
@@ -35,8 +36,6 @@ PRELOAD = [
     "torch._dynamo",
     "torch.profiler",
     "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
-    "torch.profiler._cupti_monitor",
-    "torch.utils.serialization.config",
     "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks",
     "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     "torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks",
@@ -44,6 +43,8 @@ PRELOAD = [
     "fsspec.implementations.chained",
     "asyncio",
 ]
+#: As those, where torch has them; 2.4 has not.
+NEWER = ["torch.profiler._cupti_monitor", "torch.utils.serialization.config"]
 
 
 class _Zygote(Zygote):
@@ -57,7 +58,15 @@ class _Zygote(Zygote):
 
 
 def make_zygote(log: Path) -> Zygote:
-    return _Zygote(PRELOAD, log=str(log), path=[str(Path(__file__).parents[1])])
+    return _Zygote([*PRELOAD, *filter(_is_there, NEWER)], log=str(log), path=[str(Path(__file__).parents[1])])
+
+
+def _is_there(module: str) -> bool:
+    """Without an import of its package."""
+    top, *below = module.split(".")
+    found = importlib.util.find_spec(top)
+    assert found is not None and found.submodule_search_locations
+    return Path(found.submodule_search_locations[0], *below).with_suffix(".py").exists()
 
 
 def start_script(

@@ -37,7 +37,6 @@ from resiliency.storage.shard_file import (
 __all__ = ["ReplicatedState", "ShardedState", "load_rank_state", "sharded_chunks"]
 
 # Torch declares no types for these.
-_torch_utils: Any = torch._utils
 _sparse_checks: Any = torch.sparse.check_sparse_tensor_invariants
 _new_storage: Any = UntypedStorage
 _can_be_data: Any = torch._has_compatible_shallow_copy_type
@@ -76,7 +75,7 @@ class ReplicatedState:
     def storages(self) -> dict[str, UntypedStorage]:
         return {key: _new_storage(entry.nbytes) for key, entry in self._entries.items()}
 
-    def tree(self) -> Any:
+    def tree(self, *, filled: bool = True) -> Any:
         """The state, whose tensors use :attr:`storages`. Fill these first: an object may read its tensors while it is
         built.
 
@@ -84,12 +83,8 @@ class ReplicatedState:
             pickle.UnpicklingError: it holds objects of classes that may not be loaded.
             CorruptShard: it needs a storage that the file does not have.
         """
-        try:
-            tree, self._uses = unpickle(self._data, self._storage, allow_pickle=self._allow_pickle)
-            _torch_utils._validate_loaded_sparse_tensors()  # as torch.load does, if the user has enabled this check
-            return tree
-        finally:
-            _torch_utils._sparse_tensors_to_validate.clear()
+        tree, self._uses = unpickle(self._data, self._storage, allow_pickle=self._allow_pickle, filled=filled)
+        return tree
 
     def _storage(self, key: str, nbytes: int) -> UntypedStorage:
         storage = self.storages.get(key)
@@ -128,7 +123,7 @@ class ReplicatedState:
         """:meth:`place` for a state with arbitrary objects: builds the tree and looks at its tensors."""
         with _sparse_checks(enable=False):  # no tensor has values yet
             try:
-                tree = self.tree()
+                tree = self.tree(filled=False)
             except (pickle.UnpicklingError, CorruptShard):
                 raise
             except Exception:  # Boundary: any object may read its tensors while it is built (a nested tensor does).

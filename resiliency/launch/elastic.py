@@ -12,8 +12,10 @@ replaces, for the reasons given (measured by ``benchmarks/restart.py``):
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -57,6 +59,8 @@ _TAIL_BYTES = 16 * 1024
 _MOST_OF_A_REASON = 500
 #: Limit for one job, so that imports that end the process are not retried for ever.
 _MOST_ZYGOTES = 1000
+#: What torch's own can be told.
+_TORCHS_SHUTDOWN = inspect.signature(LocalElasticAgent._shutdown).parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,9 @@ class StandbyAgent(LocalElasticAgent):
         options: settings of this library.
         arguments, named: passed on to torch's class.
     """
+
+    #: Seconds; of the class where torch knows none.
+    _shutdown_timeout: int = 30
 
     def __init__(self, options: StandbyOptions, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -476,13 +483,20 @@ class StandbyAgent(LocalElasticAgent):
         # The hosts and ranks stay the same; only the store is new.
         worker_group.master_port = self._stores.make().port
 
-    def _shutdown(self, *arguments: Any, **named: Any) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30, **_: Any) -> None:
         if not self._restarts:
             self._links.say_no_restart()
             for local_rank, process in self._kept.items():
                 self._handlers()[local_rank].proc = process  # so that torch ends it like the others
             self._kept.clear()
-        super()._shutdown(*arguments, **named)
+        if "timeout" in _TORCHS_SHUTDOWN:
+            super()._shutdown(death_sig, timeout=timeout)
+        else:
+            # Torch 2.4 to 2.6 at least: what ends the processes is told the time, and the rendezvous is closed unless a
+            # restart follows, though that is for torchrun to do: a host that was left out waits for its next place.
+            if self._pcontext:
+                self._pcontext.close(death_sig, timeout)
+            cast(Any, super())._shutdown(death_sig, is_restart=True)
         self._note_preempted()
         reap_others()
 

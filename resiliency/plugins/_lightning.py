@@ -292,9 +292,11 @@ _FABRICS = ("lightning.fabric.", "lightning_fabric.", "lightning.pytorch.", "pyt
 
 
 def weights_only_of(namespace: str, given: bool | None) -> bool | None:
-    """What ``load_checkpoint(weights_only=given)`` means; Lightning before 2.6 has no such argument, and trusts."""
+    """What ``load_checkpoint(weights_only=given)`` means. Lightning before 2.6 has no such argument, and trusts; later
+    ones leave it to torch, which trusts before 2.6."""
     stock = importlib.import_module(f"{namespace}.plugins.io").TorchCheckpointIO
-    if given is None and "weights_only" not in inspect.signature(stock.load_checkpoint).parameters:
+    knows = "weights_only" in inspect.signature(stock.load_checkpoint).parameters
+    if given is None and (not knows or torch.__version__ < "2.6"):
         return False
     return given
 
@@ -322,7 +324,8 @@ class _LoadOursFirst:
         self.weights_only = weights_only
 
     def __call__(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        found = self.load(os.fspath(path), kwargs.get("weights_only", self.weights_only))
+        given = kwargs.get("weights_only")
+        found = self.load(os.fspath(path), self.weights_only if given is None else given)
         return self.original(path, *args, **kwargs) if found is None else found
 
 

@@ -1,7 +1,11 @@
-"""Value classes of the standard library and numpy that torch's restricted unpickler is allowed to make as well."""
+"""Value classes of the standard library and numpy that torch's restricted unpickler is allowed to make as well.
+
+Newer torch allows some of them by itself: what was written with it is read with torch 2.4, too.
+"""
 
 from __future__ import annotations
 
+import _codecs
 import datetime
 import decimal
 import fractions
@@ -11,7 +15,7 @@ import sys
 import threading
 import types
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,15 +42,24 @@ _one_at_a_time = threading.RLock()
 
 @contextmanager
 def _allowed() -> Iterator[None]:
-    safe_globals = getattr(torch.serialization, "safe_globals", None)
-    if safe_globals is None:  # torch 2.4 cannot remove classes again
-        torch.serialization.add_safe_globals(_harmless())
-        yield
-        return
     # classes that the user has allowed must stay allowed afterwards
     known = torch.serialization.get_safe_globals()
-    with safe_globals([item for item in _harmless() if item not in known]):
+    added = [item for item in _harmless() if item not in known]
+    safe_globals = getattr(torch.serialization, "safe_globals", _safe_globals_of_torch_2_4)
+    with safe_globals(added):
         yield
+
+
+@contextmanager
+def _safe_globals_of_torch_2_4(added: list[Any]) -> Iterator[None]:
+    torch.serialization.add_safe_globals(added)
+    try:
+        yield
+    finally:
+        allowed = torch.serialization.get_safe_globals()  # there it is the list itself
+        for item in added:
+            if item in allowed:  # nobody has cleared it
+                allowed.remove(item)
 
 
 def _harmless() -> list[Any]:
@@ -76,16 +89,26 @@ def _harmless_with(numpy_is_there: bool) -> list[Any]:
         str,
         bytes,  # an empty one is pickled as a call of its class
     ]
+    if torch.__version__ < "2.6":  # later ones allow these by themselves
+        found += [_codecs.encode, bytearray, complex, set]  # bytes are pickled as a call of the first
     found += [pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath]
     if numpy_is_there:
         import numpy
 
         # Functions that numpy's own pickles name, under either of two module names.
         core = getattr(numpy, "_core", None) or numpy.core
-        found += [numpy.ndarray, numpy.dtype, core.multiarray._reconstruct, core.multiarray.scalar]
-        torch_version = tuple(map(int, torch.__version__.split(".")[:2]))
-        if torch_version >= (2, 6):  # older versions cannot allow a class under another name
-            found += [(core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct")]
-            found += [(core.multiarray.scalar, "numpy.core.multiarray.scalar")]
+        found += [numpy.ndarray, numpy.dtype]
+        for function in (core.multiarray._reconstruct, core.multiarray.scalar):
+            found += [_named(function, f"numpy.{name}.multiarray") for name in ("core", "_core")]
         found += sorted({type(numpy.dtype(kind)) for kind in numpy.sctypeDict.values()}, key=repr)
     return found
+
+
+def _named(function: Callable[..., Any], module: str) -> Callable[..., Any]:
+    """The function under the name of a module; torch before 2.6 allows one only under the name that it says itself."""
+
+    def called(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    called.__module__, called.__name__, called.__qualname__ = module, function.__name__, function.__name__
+    return called

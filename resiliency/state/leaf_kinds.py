@@ -10,6 +10,7 @@ planner decides which rank writes which box, and what is read into which box.
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -149,7 +150,7 @@ class _Distributed:
 
     def describe(self, leaf: Any) -> LeafDescription:
         # A rank outside the tensor's mesh holds no part of it.
-        held = leaf.__create_chunk_list__() if leaf.device_mesh.get_coordinate() is not None else []
+        held = _chunks(leaf) if leaf.device_mesh.get_coordinate() is not None else []
         boxes = tuple(Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in held)
         return LeafDescription(shape=tuple(leaf.shape), dtype=leaf.dtype, boxes=boxes)
 
@@ -163,6 +164,14 @@ class _Distributed:
                 f"the local shard has shape {tuple(local.shape)}, not that of the planned box {box.sizes}"
             )
         return local.detach()
+
+
+def _chunks(leaf: Any) -> Any:
+    if hasattr(leaf, "__create_chunk_list__"):
+        return leaf.__create_chunk_list__()
+    # In torch 2.4 only its planner knows them.
+    helpers = importlib.import_module("torch.distributed.checkpoint.planner_helpers")
+    return [helpers._create_chunk_from_dtensor(leaf)]
 
 
 def _detached(leaf: Any, key: str) -> Any:

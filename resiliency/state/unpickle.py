@@ -20,11 +20,13 @@ __all__ = ["unpickle"]
 
 logger = logging.getLogger(__name__)
 
-_typed_storage: Any = TypedStorage  # torch does not annotate it
+# Torch does not annotate them.
+_typed_storage: Any = TypedStorage
+_torch_utils: Any = torch._utils
 
 
 def unpickle(
-    data: bytes, storage: Callable[[str, int], UntypedStorage], *, allow_pickle: bool = False
+    data: bytes, storage: Callable[[str, int], UntypedStorage], *, allow_pickle: bool = False, filled: bool = False
 ) -> tuple[Any, Counter[str]]:
     """The tree of a pickled structure; and, by storage key, how many of its tensors and storages use that storage.
 
@@ -33,6 +35,7 @@ def unpickle(
         allow_pickle: False: load only what ``torch.load(weights_only=True)`` would, which honours
             ``torch.serialization.add_safe_globals``. True: load any class; only for files you trust, because it can run
             code.
+        filled: the storages have their values. Sparse tensors are validated then when ``torch.load`` would do it.
 
     Raises:
         pickle.UnpicklingError: a class may not be loaded; torch's message says how to allow it.
@@ -61,5 +64,17 @@ def unpickle(
 
         unpickler = Unpickler(io.BytesIO(data), encoding="utf-8")
     unpickler.persistent_load = persistent_load
-    with harmless_classes():
-        return unpickler.load(), uses
+    try:
+        with harmless_classes():
+            tree = unpickler.load()
+        if filled:
+            _torch_utils._validate_loaded_sparse_tensors()
+        return tree, uses
+    except RuntimeError as error:
+        # So torch 2.4 refuses, as later ones do with the other error.
+        if torch.__version__ >= "2.5" or type(error) is not RuntimeError or allow_pickle:
+            raise
+        raise pickle.UnpicklingError(str(error)) from error
+    finally:
+        # Those without values are not for the next torch.load to validate.
+        _torch_utils._sparse_tensors_to_validate.clear()

@@ -20,6 +20,7 @@ from resiliency.launch.exit_codes import PREEMPTED
 from resiliency.testing.zygote import WorkerProcess, Zygote
 from tests.callbacks.harness import names
 from tests.callbacks.preempted_job import AT
+from tests.older_torch import load_values, needs_names_of_gloo_threads
 from tests.ports import free_port
 
 SOON_S = 40.0
@@ -124,7 +125,7 @@ def undisturbed(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 def saved_step(job: Job) -> tuple[int, Any]:
     assert (job.directory / "preempted.ckpt").exists(), job.logs()
-    state = torch.load(job.directory / "preempted.ckpt")
+    state = load_values(job.directory / "preempted.ckpt")
     return state["global_step"], state
 
 
@@ -162,6 +163,7 @@ def test_all_ranks_save_one_step_and_leave(
 
 @pytest.mark.parametrize("whom", ["0", "1", "all", "group"])
 @pytest.mark.parametrize("workers", [0, 2])
+@needs_names_of_gloo_threads
 def test_ranks_with_a_data_loader_that_is_stuck_save_the_step_before(
     workers: int, whom: str, make: Callable[..., Job], undisturbed: dict[str, dict[str, str]]
 ) -> None:
@@ -466,6 +468,7 @@ def test_a_notice_after_the_last_batch(ends: bool, make: Callable[..., Job]) -> 
     assert job.codes(timeout_s=15) == ([0, 0] if ends else [PREEMPTED, PREEMPTED]), job.logs()
 
 
+@needs_names_of_gloo_threads
 def test_a_rank_is_interrupted_without_a_signal_that_is_a_notice(make: Callable[..., Job], tmp_path: Path) -> None:
     job, notice = make(), tmp_path / "notice"
     job.start(stuck=True, dropout=0.0, grace_s=5.0, arguments={"notice_file": str(notice), "signals": []})

@@ -148,6 +148,9 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path, caplog: pytest.LogCaptur
 def test_the_device_is_waited_for_where_that_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[int] = []
     monkeypatch.setattr(_step_log.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        _step_log.torch.cuda, "is_current_stream_capturing", lambda: False
+    )  # optimizers ask a GPU build
     monkeypatch.setattr(_step_log.torch.cuda, "synchronize", lambda: waits.append(1))
     trainer = fit([build("StepLoggingCallback")()], tmp_path)
     assert waits == []

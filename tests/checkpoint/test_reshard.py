@@ -24,6 +24,7 @@ from resiliency.checkpoint.write_plan import WriteChunk, WritePlan
 from resiliency.state.tree import dtype_from_name
 from resiliency.storage.shard_file import Chunk
 from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state, run_ranks
+from tests.older_torch import placements
 from tests.ports import free_port
 
 SOON = timedelta(seconds=30)
@@ -157,21 +158,18 @@ WHOLE = {
 
 def _dtensors(placement: Any) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
 
     mesh = init_device_mesh("cpu", (2,))
     return {
-        key: tensor.clone() if key == "plain" else distribute_tensor(tensor.clone(), mesh, [placement])
+        key: tensor.clone() if key == "plain" else placements().distribute_tensor(tensor.clone(), mesh, [placement])
         for key, tensor in WHOLE.items()
     }
 
 
 def _save_sharded(rank: int, directory: str) -> None:
-    from torch.distributed.tensor import Shard
-
     with make_checkpointer_of(directory) as checkpointer:
         for step in (1, 2):
-            state = _dtensors(Shard(0))
+            state = _dtensors(placements().Shard(0))
             if step == 2:
                 state["even"].to_local().add_(1000)
             ticket = checkpointer.save(step, {"m": state}, per_rank={"rank": rank})
@@ -180,10 +178,10 @@ def _save_sharded(rank: int, directory: str) -> None:
 
 
 def _load_elsewhere(rank: int, directory: str) -> None:
-    from torch.distributed.tensor import Replicate, Shard
+    made = placements()
 
     with make_checkpointer_of(directory) as checkpointer:
-        for placement in (Shard(0), Shard(1), Replicate()):
+        for placement in (made.Shard(0), made.Shard(1), made.Replicate()):
             state = _dtensors(placement)
             for key, tensor in state.items():
                 (tensor if key == "plain" else tensor.to_local()).fill_(-1)
@@ -198,9 +196,8 @@ def _save_dcp_plan(rank: int, directory: str) -> None:
     """torch DCP's planner says what is written; nothing of it is written by DCP."""
     from torch.distributed.checkpoint import DefaultSavePlanner
     from torch.distributed.checkpoint.planner import WriteItemType
-    from torch.distributed.tensor import Shard
 
-    state = {"m": _dtensors(Shard(0)), "note": {"a": [1, 2]}}
+    state = {"m": _dtensors(placements().Shard(0)), "note": {"a": [1, 2]}}
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     planner.set_up_planner(state, is_coordinator=rank == 0)
     local: list[Any] = [None, None]
@@ -235,9 +232,8 @@ def _load_dcp_plan(rank: int, directory: str) -> None:
         TensorProperties,
         TensorStorageMetadata,
     )
-    from torch.distributed.tensor import Shard
 
-    state = {"m": _dtensors(Shard(1))}
+    state = {"m": _dtensors(placements().Shard(1))}
     for key, tensor in state["m"].items():
         (tensor if key == "plain" else tensor.to_local()).fill_(-1)
 
@@ -269,10 +265,8 @@ def _load_dcp_plan(rank: int, directory: str) -> None:
 
 
 def _save_replicated(rank: int, directory: str) -> None:
-    from torch.distributed.tensor import Replicate
-
     with make_checkpointer_of(directory) as checkpointer:
-        ticket = checkpointer.save(1, {"m": _dtensors(Replicate())})
+        ticket = checkpointer.save(1, {"m": _dtensors(placements().Replicate())})
         assert ticket is not None
         ticket.wait(timeout=SOON)
 
@@ -299,7 +293,7 @@ def _found(held: dict[str, Any]) -> list[torch.Tensor]:
 def _save_and_load_hidden(rank: int, directory: str) -> None:
     from resiliency.errors import ConfigError
 
-    shard = __import__("torch.distributed.tensor", fromlist=["Shard"]).Shard(0)
+    shard = placements().Shard(0)
     tensor, sharded = torch.arange(3000.0), _dtensors(shard)
     state = {"m": sharded, "held": {**_hidden(tensor), "object": _Holder(tensor)}}
     with make_checkpointer_of(directory) as checkpointer:
@@ -320,7 +314,7 @@ def _save_and_load_hidden(rank: int, directory: str) -> None:
 
 
 def _save_tied_load_untied(rank: int, directory: str) -> None:
-    shard = __import__("torch.distributed.tensor", fromlist=["Shard"]).Shard(0)
+    shard = placements().Shard(0)
     state = _dtensors(shard)
     state["tied"], state["tied plain"] = state["even"], [state["plain"]] * 2
     with make_checkpointer_of(directory) as checkpointer:
@@ -344,7 +338,7 @@ def _save_tied_load_untied(rank: int, directory: str) -> None:
 def _save_different(rank: int, directory: str) -> None:
     from resiliency.errors import ConfigError
 
-    state = _dtensors(__import__("torch.distributed.tensor", fromlist=["Shard"]).Shard(0))
+    state = _dtensors(placements().Shard(0))
     state["plain"] = torch.zeros(3000 + rank)
     with make_checkpointer_of(directory) as checkpointer:
         with pytest.raises(ConfigError, match="m/plain"):

@@ -280,7 +280,7 @@ def test_a_tensor_that_is_given_other_memory_under_a_late_copy_is_saved_as_it_wa
 
     assert forked(work) == 0
     for step in (1, 2, 3):
-        weight = torch.load(tmp_path / f"{step}.ckpt")["weight"]
+        weight = torch.load(tmp_path / f"{step}.ckpt", weights_only=True)["weight"]
         assert torch.equal(weight, torch.full((8_000_000,), float(step)))
 
 
@@ -306,7 +306,7 @@ def test_memory_that_is_freed_under_a_late_copy_is_copied_first(
 
     assert forked(work) == 0
     for step in (1, 2, 3):
-        found = torch.load(tmp_path / f"{step}.ckpt")
+        found = torch.load(tmp_path / f"{step}.ckpt", weights_only=True)
         assert all(tensor.eq(step).all() and len(tensor) == 500_000 for tensor in found.values()) and len(found) == 8
 
 

@@ -34,6 +34,7 @@ from resiliency.testing.checkpoints import (
     step_dir,
     step_dirs,
 )
+from tests.older_torch import allowed
 
 
 @pytest.fixture(scope="module")
@@ -344,7 +345,7 @@ def test_objects_of_own_classes_are_refused_with_what_to_do(tmp_path: Path) -> N
     with pytest.raises(pickle.UnpicklingError, match="add_safe_globals"):
         load_path(located)
     assert isinstance(load_path(located, allow_pickle=True)[0]["own"], Own)
-    with torch.serialization.safe_globals([Own]):
+    with allowed(Own):
         assert isinstance(load_path(located)[0]["own"], Own)
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.older_torch import needs_names_of_gloo_threads
+
 RANKS = 4
 ROUNDS = 40
 
@@ -70,6 +72,7 @@ def _kill(pid: int) -> None:
         return  # it has left, and another one has its place
 
 
+@needs_names_of_gloo_threads
 def test_nobody_waits_for_a_rank_that_died_before_it_was_connected(launch: Any, tmp_path: Path) -> None:
     folder = tmp_path / "ranks"
     folder.mkdir()

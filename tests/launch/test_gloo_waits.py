@@ -17,6 +17,7 @@ import torch.distributed as dist
 from resiliency.launch import gloo_waits
 from resiliency.launch.gloo_waits import GlooWaits
 from resiliency.launch.leaving import looks_like_a_lost_peer
+from tests.older_torch import needs_names_of_gloo_threads
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -74,6 +75,7 @@ HALF_A_MESSAGE = """
 """
 
 
+@needs_names_of_gloo_threads
 def test_a_rank_stays_whose_peer_died_in_the_middle_of_a_message(launch: Any, tmp_path: Any) -> None:
     job = launch(HALF_A_MESSAGE, "--nproc-per-node", 2, "--max-restarts", 2, "--crash-loop", 0, arguments=[tmp_path])
     assert job.wait(60) == 0, job.text

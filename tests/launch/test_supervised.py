@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.launch.monitors import FakeMonitor, FakeSupervisor
+from tests.older_torch import needs_names_of_gloo_threads
 from tests.processes import wait_ended
 
 pytestmark = pytest.mark.timeout(180)
@@ -299,6 +300,7 @@ def test_another_place_ends_the_wait_of_a_launcher_whose_ranks_train(cluster: Cl
     cluster.finish(host)
 
 
+@needs_names_of_gloo_threads
 def test_a_rank_that_hangs_is_killed_with_its_successors_place_and_the_others_stay(cluster: Cluster) -> None:
     hosts = [cluster.host(), cluster.host()]
     cluster.supervisor.place(*hosts)

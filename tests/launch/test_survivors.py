@@ -39,6 +39,7 @@ from resiliency.launch.leaving import (
 from resiliency.launch.run import EXIT_GAVE_UP
 from resiliency.testing.zygote import Zygote
 from tests.launch.launching import ROOT, run_launcher, wait_for
+from tests.older_torch import needs_names_of_gloo_threads
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -295,6 +296,7 @@ def test_ranks_that_wait_for_a_dead_one_in_a_collective_leave_it(launch: Any, tm
     assert [len(set(pids)) for pids in _processes(job.text).values()] == [2, 2, 2, 2], job.text
 
 
+@needs_names_of_gloo_threads
 def test_a_rank_leaves_a_collective_whose_other_ranks_are_alive_and_keep_their_group(
     launch: Any, tmp_path: Path
 ) -> None:
@@ -387,6 +389,7 @@ def test_ranks_stay_when_another_one_dies_between_two_looks(zygote: Zygote, tmp_
     assert [len(set(pids)) for _, pids in sorted(_processes(output.read_text()).items())] == [1, 2, 1]
 
 
+@needs_names_of_gloo_threads
 def test_ranks_that_form_a_group_when_a_peer_dies_form_the_next_one(launch: Any, tmp_path: Path) -> None:
     script = """
         import os, signal, sys, time

@@ -141,3 +141,25 @@ def test_steps_of_a_rendezvous_are_named_as_torch_names_them(monkeypatch: pytest
     run._name_callers_quickly()
     assert dynamic_rendezvous.get_method_name is not named
     assert step() == ["step", "step"]
+
+
+@pytest.mark.parametrize(
+    "words, default, chosen",
+    [
+        ([], 29500, True),  # of torch up to 2.6 at least
+        (["--master-port", "29501"], 29500, False),
+        (["--rdzv-endpoint", "localhost:29500"], 29500, False),
+        (["--rdzv-backend", "c10d"], 29500, False),
+        ([], None, False),  # of newer torch, which chooses by itself
+        (["--master-port", "29500"], None, False),
+    ],
+)
+def test_a_job_of_one_host_that_names_no_port_has_one_of_its_own(
+    words: list[str], default: int | None, chosen: bool
+) -> None:
+    parser = get_args_parser()
+    parser.set_defaults(master_port=default)
+    args = parser.parse_args([*words, "x.py"])
+    before = args.master_port
+    run._choose_port(parser, args)
+    assert (args.master_port != before) is chosen

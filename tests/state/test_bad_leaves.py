@@ -56,7 +56,8 @@ def test_a_chunk_without_memory_is_refused() -> None:
 def test_a_plan_with_a_hole_is_refused_by_one_rank_too(tmp_path: Path) -> None:
     with make_checkpointer(tmp_path) as checkpointer:
         committed(checkpointer, 1, {"good": FULL})
-        with pytest.raises(ConfigError, match="'x' have holes or overlap: 12 elements too few"):
+        # Torch 2.4 looks by itself for holes in the plan of one rank.
+        with pytest.raises(ConfigError, match="'x' have holes or overlap: 12 elements too few|not make a whole tensor"):
             checkpointer.save(2, WritePlan(chunks=[WriteChunk(key="x", tensor=FULL[:3], shape=(6, 4))]))
         restored = checkpointer.load()
         assert restored is not None and restored.step == 1

@@ -7,6 +7,7 @@ import datetime
 import enum
 import io
 import pickle
+import re
 import threading
 import time
 from collections import OrderedDict, defaultdict
@@ -31,6 +32,7 @@ from resiliency.state.structure import dump, without_refused
 from resiliency.state.unpickle import unpickle
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import bytes_of, make_checkpointer
+from tests.older_torch import NOT_STORED, allowed, load_values
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch says of sparse and quantized tensors that they are in beta
 
@@ -229,9 +231,10 @@ def marked(values: Tensor) -> Tensor:
 
 
 DTYPES = [
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.complex128,
-    torch.complex32, torch.float8_e4m3fn, torch.float8_e5m2, torch.float4_e2m1fn_x2,
+    getattr(torch, name) for name in (
+        "float32 float64 float16 bfloat16 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex64 complex128"
+        " complex32 float8_e4m3fn float8_e5m2 float4_e2m1fn_x2"
+    ).split() if hasattr(torch, name) and f"torch.{name}" not in NOT_STORED
 ]  # fmt: skip
 
 
@@ -277,7 +280,7 @@ def odd_tensors() -> dict[str, Any]:
             values, torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0, 1, 2]), 0, torch.qint8
         ),
         "meta": torch.empty(3, 4, device="meta"),
-        "buffer": torch.nn.Buffer(values.clone()),
+        "buffer": getattr(torch.nn, "Buffer", torch.nn.Parameter)(values.clone()),  # torch 2.4 has none
         "tagged": parameter,
         "marked": marked(values),
         "frozen": torch.nn.Parameter(values.clone(), requires_grad=False),
@@ -471,12 +474,12 @@ def test_tensors_inside_objects_are_filled_when_the_rest_goes_into_a_given_state
 def test_user_classes_are_refused_with_torchs_advice_and_loaded_when_allowed(trip: Round) -> None:
     path = trip.save({"x": Plain(torch.ones(3))})
     with pytest.raises(pickle.UnpicklingError) as stock:
-        torch.load(path)
+        torch.load(path, weights_only=True)
     with pytest.raises(pickle.UnpicklingError, match="add_safe_globals") as ours:
         trip.checkpointer.load()
     assert "Plain" in str(stock.value) and "Plain" in str(ours.value)
-    with torch.serialization.safe_globals([Plain]):
-        assert torch.equal(torch.load(path)["x"].value, torch.ones(3))
+    with allowed(Plain):
+        assert torch.equal(torch.load(path, weights_only=True)["x"].value, torch.ones(3))
         restored = trip.checkpointer.load()
     assert restored is not None and torch.equal(restored.state["x"].value, torch.ones(3))
 
@@ -491,13 +494,17 @@ def test_plain_trees_need_no_permission(trip: Round) -> None:
         "size": torch.Size([2]),
         "strided": torch.ones(4, 4)[:, ::2],
         "float8": torch.ones(3).to(torch.float8_e5m2),
-        "uint16": torch.ones(3, dtype=torch.uint16),
+        **{
+            name: torch.ones(3, dtype=getattr(torch, name))
+            for name in ("uint8", "uint16")
+            if f"torch.{name}" not in NOT_STORED
+        },
     }
     expected = through_torch(tree)
     path = trip.save(tree)
     restored = trip.checkpointer.load()
     assert restored is not None
-    assert alike(expected, torch.load(path)) == [] and alike(expected, restored.state) == []
+    assert alike(expected, load_values(path)) == [] and alike(expected, restored.state) == []
 
 
 def test_a_load_leaves_nothing_for_torchs_next_check_of_sparse_tensors(trip: Round) -> None:
@@ -639,6 +646,14 @@ def test_threads_that_load_at_once_do_not_take_the_classes_from_each_other() -> 
     last.start()
     last.join(20)
     assert not last.is_alive() and failed == []
+
+
+@pytest.mark.parametrize("module", ["numpy.core", "numpy._core"])
+def test_arrays_of_any_numpy_are_loaded_without_trust(module: str) -> None:
+    """Its modules have other names since 2.0."""
+    named = re.sub(rb"cnumpy\._?core", b"c" + module.encode(), pickle.dumps([np.arange(3), np.float64(2)], protocol=2))
+    (array, number), _ = unpickle(named, lambda key, nbytes: torch.UntypedStorage(nbytes))
+    assert array.tolist() == [0, 1, 2] and number == 2.0
 
 
 def test_values_of_numpy_are_loaded_without_trust(trip: Round) -> None:

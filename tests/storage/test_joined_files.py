@@ -51,7 +51,7 @@ def check_own(own: Any, rank: int) -> None:
 def test_the_file_holds_what_lay_beside_it_and_is_the_same_to_torch(tmp_path: Path, world_size: int) -> None:
     save_steps(tmp_path, 1, world_size=world_size)
     path = tmp_path / "step=1.ckpt"
-    before, state, inode = path.read_bytes(), torch.load(path), path.stat().st_ino
+    before, state, inode = path.read_bytes(), torch.load(path, weights_only=True), path.stat().st_ino
     (step,) = join_steps(tmp_path)
     assert path.stat().st_ino == inode and path.read_bytes()[: len(before)] == before, "bytes were changed"
     assert read_single_file(str(path)) == step

@@ -39,7 +39,7 @@ def test_it_is_the_record_beside_the_file(tmp_path: Path, rows: int) -> None:
     path = save(tmp_path, rows=rows, info={"loss": float("inf"), "text": "ä" * 300})
     (folder,) = step_dirs(tmp_path).values()
     assert own_record(path.read_bytes()).to_dict() == json.loads((folder / "shard-00000.json").read_text())
-    assert torch.load(path)["loops"]["step"] == 3
+    assert torch.load(path, weights_only=True)["loops"]["step"] == 3
 
 
 def test_every_changed_byte_behind_the_storages_is_noticed(tmp_path: Path) -> None:
