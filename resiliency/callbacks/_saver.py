@@ -354,7 +354,7 @@ class CheckpointSaver:
         self._carry_out_unless_collecting()
 
     def save_unnamed(self) -> None:
-        """Saves the current step on all tiers without a name; it serves a resume until a newer step is committed."""
+        """Saves the current step on all tiers without a name; it serves a resume until a newer step replaces it."""
         self._unnamed = True
         self._carry_out_unless_collecting()
 

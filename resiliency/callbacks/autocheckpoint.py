@@ -214,7 +214,7 @@ class SavesWhenPreempted(StepHooks):
             saver.open()  # now, because it is collective and could not be opened while a rank is stuck
             path = self._path(trainer, saver)
             if saver.is_taken(path) and not saver.is_protected(path):
-                saver.remove(path)  # takes effect once a newer checkpoint is committed
+                saver.remove(path)  # takes effect once a newer checkpoint is durable
         if self._watch is not None:
             self._watch.saver = saver
 

@@ -5,8 +5,9 @@
 
 The stock class's own code decides when to save, what to save, the names, top-k and exceptions. Only the storage
 operations are replaced: a save is copied on every rank and committed in the background; a removal waits until a newer
-save is committed; ``last`` is a second name of the same step; loggers are notified once a checkpoint is committed; and
-a fit without ``ckpt_path`` resumes from the newest step of its run when it is a restart of the job that wrote it.
+save is durable (on a ramdisk: committed); ``last`` is a second name of the same step; loggers are notified once a
+checkpoint is committed (on ``dirpath``'s tier, with a separate local tier: durable); and a fit without ``ckpt_path``
+resumes from the newest step of its run when it is a restart of the job that wrote it.
 
 All names requested in one hook become one save. So the callback state in each checkpoint contains that checkpoint's own
 ``last_model_path``; the stock class writes two files, and only the second contains it.
@@ -197,7 +198,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         callback_made()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the engine. The paths are those of this moment; the checkpoints exist when this returns.
+        """The attributes to copy or pickle, without the engine. The checkpoints at its paths exist when this returns.
 
         Blocks: in a fit, until the saves of these paths are committed, up to ``flush_timeout`` for each path.
         """
