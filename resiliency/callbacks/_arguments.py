@@ -20,10 +20,10 @@ __all__ = ["check_own", "refuse_unknown"]
 
 
 def refuse_unknown(names: Iterable[str], stock: Callable[..., Any], own: Callable[..., Any]) -> None:
-    """Refuses arguments that neither constructor has, and suggests a known one, which Python's own error does not.
+    """Refuses arguments that neither constructor has, and suggests a known name, which Python's own error does not.
 
     Args:
-        names: of the keyword arguments to be passed to ``stock``.
+        names: names of the keyword arguments that will be passed to ``stock``.
         stock: the stock class's constructor, bound.
         own: this library's constructor, for its keyword-only arguments.
 

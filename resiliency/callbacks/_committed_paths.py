@@ -1,8 +1,8 @@
-"""Attributes with paths of checkpoints, which wait until the paths exist when a user reads them.
+"""Attributes that hold checkpoint paths: reading one waits until the checkpoints exist.
 
-The stock class writes a checkpoint before it returns from a hook; here a checkpoint gets its name when it is committed,
-in the background. Whoever reads ``best_model_path`` in a hook of another callback, in a logger or after training gets a
-path that can be opened.
+The stock class writes a checkpoint before it returns from a hook. The engine commits in the background, and only then
+the file gets its name. So code that reads ``best_model_path`` in a hook of another callback, in a logger or after
+training must wait to get a path that can be opened.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CommittedPaths:
         self._name = name
 
     def __get__(self, instance: _Waiting | None, owner: type[Any] | None = None) -> Any:
-        """Blocks: until the paths are committed, when user code reads them in a fit."""
+        """The value. Blocks: in a fit, when user code reads it, until the checkpoints of these paths are committed."""
         if instance is None:
             return self
         try:

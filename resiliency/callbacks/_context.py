@@ -1,7 +1,7 @@
-"""What a training was made of, written beside a checkpoint: for people who find the checkpoint later.
+"""Describes a training in a folder beside its checkpoint, for people who find the checkpoint later.
 
-``step=5-context/`` beside ``step=5.ckpt`` has ``context.json`` (module, hyperparameters, Trainer, versions, command
-line) and ``model.txt`` (the module's layers). Nothing reads it back.
+``step=5-context/`` beside ``step=5.ckpt`` holds ``context.json`` (module, hyperparameters, Trainer, versions, command
+line) and ``model.txt`` (the module's layers). This library never reads it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _SETTINGS = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_cli
 
 
 def context_folder(checkpoint: str) -> Path:
-    """The folder beside a checkpoint: ``step=5-context`` of ``step=5.ckpt``."""
+    """The context folder of a checkpoint: ``step=5-context`` for ``step=5.ckpt``."""
     path = Path(checkpoint)
     return path.with_name(path.name.removesuffix(".ckpt") + CONTEXT_SUFFIX)
 
 
 def write_context(checkpoint: str, trainer: Any) -> None:
-    """Writes the context of a checkpoint, in place of an earlier one. Blocks: two small writes.
+    """Writes the context folder of a checkpoint; an earlier one is replaced. Blocks: for two small writes.
 
-    Warns where it cannot: an address has no folder beside a checkpoint, a disk may be full.
+    Only warns when it cannot write: ``checkpoint`` is an address, or the disk is full.
     """
     if "://" in checkpoint:
         logger.warning("no context is written beside %s: only a folder can have one", checkpoint)
@@ -55,7 +55,7 @@ def write_context(checkpoint: str, trainer: Any) -> None:
 
 
 def remove_context(checkpoint: str) -> None:
-    """Removes the context of a checkpoint, if there is one."""
+    """Removes the context folder of a checkpoint if it exists."""
     if "://" not in checkpoint:
         shutil.rmtree(context_folder(checkpoint), ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""``DDPCommOverlapCallback``: reductions of gradients that overlap the backward pass, for ``strategy="ddp"``."""
+"""``DDPCommOverlapCallback``: overlaps gradient reductions with the backward pass, for ``strategy="ddp"``."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ logger = logging.getLogger(__name__)
 
 
 class OverlapsReductions(StepHooks):
-    """Sets what decides how much of DDP's communication is hidden behind the backward pass.
+    """Sets the DDP arguments that decide how much communication is hidden behind the backward pass.
 
-    Arguments that the strategy itself was given stay. What was set is logged once, on rank 0. In one process
-    (``devices=1``) there is nothing to overlap, and nothing is set.
+    Arguments that the user gave to the strategy are kept. What this callback sets is logged once per fit, on rank 0. In
+    a job of one process (``devices=1``) there is no communication, and nothing is set.
 
     Thread: the training thread. Collective: no.
 
     Args:
-        bucket_cap_mb: MiB of gradients that are reduced together. None: torch's 25, or less where all gradients of the
-            model would make fewer than four buckets: the last one can only be reduced when everything is computed.
-        gradient_as_bucket_view: gradients are views of the buckets, which saves a copy and the memory of it. None:
-            True. A script that keeps ``param.grad`` over steps sees it change.
-        static_graph: True promises that each step trains the same parameters in the same order; reductions then need no
-            search for unused ones, and activations may be checkpointed several times. None: not set, as only you know.
+        bucket_cap_mb: MiB of gradients that are reduced together. None: torch's 25, or less if the model's gradients
+            would fill fewer than four buckets, because the last bucket can only be reduced when backward is done.
+        gradient_as_bucket_view: gradients are views of the buckets, which saves a copy and its memory. None: True.
+            Then a script that keeps ``param.grad`` from one step to the next sees its values change.
+        static_graph: True promises that each step trains the same parameters in the same order. Torch then does not
+            search for unused parameters, and activations may be checkpointed several times. None: not set, because only
+            the user can promise it.
 
     Raises:
-        ConfigError: at the start of a fit, with a strategy that has no DDP, or one that was given another value; of
-            ``static_graph`` with gradient accumulation, which torch cannot do.
+        ConfigError: an argument has a value that cannot work; at the start of a fit, the strategy has no DDP, was given
+            another value, or accumulates gradients with ``static_graph``, which torch cannot do.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class OverlapsReductions(StepHooks):
         self._asked = DDPOverlap(
             bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=gradient_as_bucket_view, static_graph=static_graph
         )
-        ddp_overlap(self._asked, configured={}, gradient_bytes=0)  # refuses what cannot work
+        ddp_overlap(self._asked, configured={}, gradient_bytes=0)  # raises ConfigError for values that cannot work
         self._undo: Callable[[], None] = _nothing
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,7 +73,7 @@ class OverlapsReductions(StepHooks):
         self._undo = _lightning.before_ddp_wraps(trainer, lambda: self._decide(trainer))
 
     def _decide(self, trainer: Any) -> None:
-        # Not in setup: the module may make its layers later, in configure_model.
+        # Not in setup, because the module may create its layers later, in configure_model.
         trained = [one for one in trainer.lightning_module.parameters() if one.requires_grad]
         arguments = _lightning.ddp_arguments(trainer)
         settings, notes = ddp_overlap(
@@ -89,7 +90,7 @@ class OverlapsReductions(StepHooks):
                 logger.warning("%s", note)
 
         def undo() -> None:
-            """A second fit of the same Trainer decides anew, perhaps for another model."""
+            """Removes the arguments, because a second fit of the Trainer, perhaps of another model, decides anew."""
             for name in settings:
                 arguments.pop(name, None)
 

@@ -1,4 +1,4 @@
-"""What earlier jobs left in the places of a callback, read from storage alone: no agent and nothing is written."""
+"""Finds what earlier jobs have left in a callback's places. Only reads storage: starts no agent and writes nothing."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Found:
-    """What is in the places of a callback, the same on every rank.
+    """What the places of a callback contain, the same on every rank.
 
     Attributes:
-        steps: some rank sees steps of the run, whole or not.
-        unsupported: some rank sees steps that another version of the format wrote.
-        unknown: a remote tier cannot be listed, so that there may be more.
+        steps: some rank sees steps of the run, committed or not.
+        unsupported: some rank sees steps in an unsupported version of the format.
+        unknown: some rank cannot list a remote tier, so that further steps may exist.
     """
 
     steps: bool
@@ -39,7 +39,8 @@ class Found:
 
 
 def look(trainer: Any, places: CheckpointPlaces) -> Found:
-    """Whether there are steps of the run. Collective: yes. Blocks: one listing per tier."""
+    """Looks for steps of the run. Warns when a remote tier cannot be listed. Collective: yes. Blocks: one listing per
+    tier."""
     steps = unsupported = unknown = False
     for number, tier in enumerate(_tiers(trainer, places)):
         try:
@@ -47,7 +48,7 @@ def look(trainer: Any, places: CheckpointPlaces) -> Found:
         except UnsupportedFormat:
             unsupported = True
         except (TierError, OSError) as error:
-            if number == 0:  # the folder of this host, of which the engine says what is wrong
+            if number == 0:  # the folder of this host; the engine reports what is wrong with it when it is opened
                 logger.debug("%s cannot be listed: %s", tier.root, error)
                 continue
             unknown = True
@@ -62,22 +63,23 @@ def look(trainer: Any, places: CheckpointPlaces) -> Found:
 def is_restart(trainer: Any) -> bool:
     """True when the launcher of any rank says that this process is a restart. Collective: yes.
 
-    Any rank: torchrun counts restarts on each host, and a host that is new in a job counts from zero.
+    One rank is enough, because torchrun counts restarts on each host, and a host new in the job counts from zero.
     """
     return _any_rank(trainer, bool(environment().launch.restarts))
 
 
 def continues_writer(trainer: Any, places: CheckpointPlaces, step: StepId) -> bool:
-    """True when a rank's launcher says that this is a restart of the job that wrote ``step``. Collective: yes.
+    """True when the launcher of any rank says that this is a restart of the job that wrote ``step``. Collective: yes.
 
     Raises:
-        TierError: the step is on a tier that cannot be listed. A start from scratch would be a loss in silence.
+        TierError: no rank says so, and a tier that may hold the step cannot be listed. Starting from scratch would
+            silently lose the training.
     """
     launch, problem = environment().launch, ""
     writers: list[Mapping[str, str]] = []
     if launch.job:
         try:
-            # Not at a glance: the step is there, and who wrote it decides about the whole training.
+            # Not at a glance, but with retries: which job wrote the step decides about the whole training.
             for tier in _tiers(trainer, places, glance=False):
                 writers = [_writer(listing) for listing in scan(tier, places.key.run) if listing.id == step]
                 if writers:
@@ -86,12 +88,12 @@ def continues_writer(trainer: Any, places: CheckpointPlaces, step: StepId) -> bo
             problem = str(error)
     continues = _any_rank(trainer, any(launch.continues(writer) for writer in writers))
     if not continues and _any_rank(trainer, bool(problem)):
-        raise TierError(f"which job has written {step} cannot be told: {problem or 'see rank 0'}", retryable=True)
+        raise TierError(f"cannot find out which job has written {step}: {problem or 'see rank 0'}", retryable=True)
     return continues
 
 
 def newest_step(trainer: Any, places: CheckpointPlaces) -> StepId | None:
-    """The newest complete step that this rank sees. Collective: no."""
+    """The newest committed step that this rank sees; None when it sees none. Collective: no."""
     found = [listing.id for listing in _listings(trainer, places) if listing.manifest is not None]
     for tier in _tiers(trainer, places):
         found += [file.manifest.id for file in single_files_of(tier, places.key.run)]
@@ -99,10 +101,10 @@ def newest_step(trainer: Any, places: CheckpointPlaces) -> StepId | None:
 
 
 def newest_file(key: EngineKey, *, prefer: Iterable[str] = ()) -> set[str]:
-    """The path of the newest step, if its job has left only files; empty otherwise.
+    """The path of the run's newest step, if only its file is left (no step folder); empty otherwise.
 
     Args:
-        prefer: of the names of that step, one of these paths.
+        prefer: if one of these paths is a name of that step, it is returned instead of the file's first name.
     """
     for file in single_files_of(LocalTier(key.directory), key.run)[-1:]:
         found = os.path.join(key.directory, file.name)
@@ -123,7 +125,7 @@ def _writer(listing: StepListing) -> Mapping[str, str]:
 
 
 def _tiers(trainer: Any, places: CheckpointPlaces, *, glance: bool = True) -> Iterator[Tier]:
-    """The tiers this rank looks at: the folder of its host, and rank 0 also at the remote ones."""
+    """The tiers that this rank searches: its host's folder, and on rank 0 also the remote tiers."""
     yield open_tier(places.local.directory)
     if trainer.is_global_zero:
         for remote in places.remotes:

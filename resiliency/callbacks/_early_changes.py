@@ -1,4 +1,4 @@
-"""Finds out in the first steps of a fit whether something changes parameters where a late copy would read them."""
+"""Detects in the first steps of a fit whether something changes parameters while a late copy would read them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 __all__ = ["EarlyChanges"]
 
-#: How many times it looks.
+#: Number of batches after which it looks.
 _TIMES = 3
 
 
 class EarlyChanges:
-    """Compares torch's counts of changes in place between the end of a batch and the next fence.
+    """Compares torch's version counters of tensors between the end of a batch and the next fence.
 
-    A layer like ``torch.nn.Embedding(max_norm=...)`` changes its weight in each forward, so that each checkpoint that
-    is copied during a forward would be given up. This is seen before the first one is, when there is a step before it.
+    A layer like ``torch.nn.Embedding(max_norm=...)`` changes its weight in each forward, so that every checkpoint that
+    is copied during a forward would be given up. This class detects that before the first save, if a step precedes it.
 
-    Threads: training thread. Costs two reads of a count for each tensor, in the first steps only.
+    Threads: training thread. Costs two reads of a counter per tensor, in the first steps only.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class EarlyChanges:
         self._counts: list[tuple[Tensor, int]] = []
 
     def begin(self, trainer: Any) -> None:
-        """Notes the counts. Call it at the end of a batch, where a save would begin; does nothing after a few times."""
+        """Notes the counters. Call it at the end of a batch, where a save would begin. Only the first 3 calls count."""
         if self._looks < _TIMES:
             self._looks += 1
             self._counts = [

@@ -1,4 +1,4 @@
-"""``FSDP2CommOverlapCallback``: which layers' parameters are gathered ahead, for modules sharded by ``fully_shard``."""
+"""``FSDP2CommOverlapCallback``: gathers parameters of layers ahead, for modules sharded by ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ logger = logging.getLogger(__name__)
 
 
 class GathersAhead(StepHooks):
-    """Lets each layer gather the parameters of the next ones while it computes.
+    """Lets each layer gather the parameters of the next layers while it computes.
 
-    FSDP2 by itself gathers a layer's parameters when the layer before it has been issued, in forward, and one layer
-    ahead, in backward. Where the CPU is late (small layers) or gathers are slow (several hosts), gathering further
-    ahead hides more, and holds that many layers' parameters in memory. Layers are the modules that ``configure_model``
-    has sharded, without the root, in the order in which they were registered; where they run in another order, results
-    are the same and memory is held longer.
+    By default FSDP2 gathers a layer's parameters in forward after the CPU has issued the layer before it, and in
+    backward one layer ahead. When the CPU is late (small layers) or gathers are slow (several hosts), gathering further
+    ahead hides more of the communication, and keeps the parameters of that many layers in memory. The layers are the
+    innermost modules that ``configure_model`` has sharded, in the order in which they were registered. If they run in
+    another order, results are the same, and memory is held longer.
 
     Thread: the training thread. Collective: no.
 
     Args:
-        forward_prefetch: layers to gather ahead in forward; 0: as FSDP2 does by itself.
-        backward_prefetch: the same for backward; 0 or 1: as FSDP2 does by itself.
+        forward_prefetch: layers to gather ahead in forward; 0: FSDP2's default.
+        backward_prefetch: layers to gather ahead in backward; 0 or 1: FSDP2's default.
 
     Raises:
-        ConfigError: negative values; at the start of a fit, nothing that is sharded by ``fully_shard``.
+        ConfigError: a value is no whole number of at least 0; at the start of a fit with several ranks, no module is
+            sharded by ``fully_shard``.
     """
 
     def __init__(self, forward_prefetch: int = 1, backward_prefetch: int = 1) -> None:

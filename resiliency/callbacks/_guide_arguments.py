@@ -1,4 +1,4 @@
-"""The guide's arguments of ``ModelCheckpoint``, checked. None always means: as the stock class has it."""
+"""Checks the guide's arguments of ``ModelCheckpoint``. For each of them, None means the stock class's behaviour."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ __all__ = ["GuideArguments", "either_spelling"]
 
 @dataclass(frozen=True, kw_only=True)
 class GuideArguments:
-    """Arguments of the guide this project implements; what each does is in :mod:`resiliency.callbacks._guide_effects`.
+    """The arguments of ``ModelCheckpoint`` in the guide that this project implements.
+
+    :mod:`resiliency.callbacks._guide_effects` does what they ask for.
 
     Attributes:
         save_optim_on_train_end: False: the checkpoint at the end of training is saved without optimizer state.
-        always_save_context: write what the training was made of beside every checkpoint.
-        save_context_on_train_end: likewise, beside the last one.
-        preprocess_files: note the command line and the state of the git repository in the Trainer's root folder.
-        use_in_cluster_local_ckpts: there is a local tier, see :attr:`wants_local_tier` and :attr:`is_local_tier`.
-        is_persistent_storage: which tier the callback saves to, where there is a local tier; None: to both.
-        delete_unfinished_ckpt_on_start: delete checkpoints with a marker ``-unfinished`` at the start of a fit.
-        priority: of several callbacks with different priorities, the higher one saves a step that both want.
+        always_save_context: describe the training in a folder beside every checkpoint.
+        save_context_on_train_end: the same, only beside the last checkpoint.
+        preprocess_files: write the command line and the state of the git repository to the Trainer's root folder.
+        use_in_cluster_local_ckpts: the job uses a local tier; see :attr:`wants_local_tier` and :attr:`is_local_tier`.
+        is_persistent_storage: with a local tier, the tier that the callback saves to: True: the persistent one; False:
+            the local one; None: both.
+        enable_high_scale_ckpt: True raises ConfigError, because it is not implemented.
+        delete_unfinished_ckpt_on_start: delete checkpoints with an ``-unfinished`` marker at the start of a fit.
+        priority: when several callbacks want to save the same step, the one with the highest priority saves it.
     """
 
     save_optim_on_train_end: bool | None = None
@@ -52,7 +56,7 @@ class GuideArguments:
 
     @property
     def wants_local_tier(self) -> bool:
-        """True when the callback is to save to a local folder first, and to ``dirpath`` from there."""
+        """True when the callback must save to a local folder first and upload from there to ``dirpath``."""
         return bool(self.use_in_cluster_local_ckpts) and self.is_persistent_storage is None
 
     @property
@@ -62,7 +66,7 @@ class GuideArguments:
 
 
 def either_spelling(right: bool | None, misspelt: bool | None) -> bool | None:
-    """``save_optim_on_train_end``, which the guide's example calls ``save_optim_on_train_ends``.
+    """The value of ``save_optim_on_train_end``, which the guide's example spells ``save_optim_on_train_ends``.
 
     Raises:
         ConfigError: both are given, and differ.

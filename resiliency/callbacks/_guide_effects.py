@@ -1,6 +1,6 @@
-"""What the guide's arguments of ``ModelCheckpoint`` do, see :mod:`resiliency.callbacks._guide_arguments`.
+"""Implements the guide's arguments of ``ModelCheckpoint``, see :mod:`resiliency.callbacks._guide_arguments`.
 
-Called by the callback in its hooks, on every rank; files are written by the rank that handles them.
+The callback calls these functions in its hooks, on every rank; only the rank that handles files writes them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: In a checkpoint without optimizer state, so that a resume from it can say so.
+#: Key in a checkpoint without optimizer state, so that a resume from it can warn.
 NO_OPTIMIZER = "saved_without_optimizer"
 
 
 def fit_begins(callback: Any, trainer: Any) -> None:
-    """Orders callbacks by priority, and does what is to be done with files before training. Blocks: for these."""
+    """Orders callbacks by priority, writes the run's files and deletes unfinished checkpoints, as far as the arguments
+    ask for it. Blocks: while it writes and deletes."""
     _order_by_priority(trainer)
     if callback.preprocess_files and trainer.is_global_zero:
         note_start(str(trainer.default_root_dir))
@@ -53,39 +54,40 @@ def leaves_step_to_another(callback: Any, trainer: Any) -> bool:
 
 
 def checkpoint_saved(callback: Any, trainer: Any, path: str) -> None:
-    """After the request of a save."""
+    """Writes the context of a checkpoint, if wanted. Called after a save was requested."""
     if callback.always_save_context and trainer.is_global_zero:
         write_context(path, trainer)
 
 
 def checkpoint_removed(callback: Any, trainer: Any, path: str) -> None:
-    """After the request of a removal."""
+    """Removes the context of a checkpoint, if one may exist. Called when a removal is requested."""
     if (callback.always_save_context or callback.save_context_on_train_end) and trainer.is_global_zero:
         remove_context(path)
 
 
 def training_ended(callback: Any, trainer: Any) -> None:
-    """At the end of training, once the last save is committed."""
+    """Writes the context of the last checkpoint, if wanted. Called at the end of training, when that is committed."""
     path = callback._last_checkpoint_saved
     if callback.save_context_on_train_end and path and trainer.is_global_zero:
         write_context(path, trainer)
 
 
 def without_optimizer(callback: Any, trainer: Any, state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The state of the checkpoint at the end of training without that of optimizers; None where it is to be kept.
+    """The state without that of optimizers, for the checkpoint at the end of training; None when it must be kept.
 
-    Only where training has reached its ``max_steps`` or ``max_epochs``: a job that is stopped earlier goes on.
+    Only when training has reached ``max_steps`` or ``max_epochs``, because a job that is stopped earlier will continue.
     """
     if callback.save_optim_on_train_end is not False or not state.get("optimizer_states"):
         return None
     if not _lightning.reached_its_end(trainer):
         return None
-    # An empty list, not none: a job that is restarted after its end can load the checkpoint, and finds nothing to do.
+    # An empty list, not a missing key, so that a job that is restarted after its end can load the checkpoint; it then
+    # finds nothing to do.
     return {**state, "optimizer_states": [], NO_OPTIMIZER: True}
 
 
 def warn_of_missing_optimizer(checkpoint: Mapping[str, Any], trainer: Any) -> None:
-    """Says that optimizers start anew, where the checkpoint was saved without their state."""
+    """Warns that optimizers start anew if the checkpoint was saved without their state. On rank 0, in a fit."""
     if checkpoint.get(NO_OPTIMIZER) and trainer.state.fn == "fit" and trainer.is_global_zero:
         logger.warning(
             "the checkpoint of step %s was saved without optimizer state (save_optim_on_train_end=False): if"
@@ -96,7 +98,7 @@ def warn_of_missing_optimizer(checkpoint: Mapping[str, Any], trainer: Any) -> No
 
 
 def _order_by_priority(trainer: Any) -> None:
-    """Puts callbacks with a higher priority first, among the places that checkpoint callbacks have."""
+    """Sorts the checkpoint callbacks by priority, highest first, without moving any other callback."""
     callbacks = list(trainer.callbacks)
     places = [number for number, callback in enumerate(callbacks) if callback in trainer.checkpoint_callbacks]
     ordered = sorted((callbacks[number] for number in places), key=lambda one: -getattr(one, "priority", 0))
@@ -104,4 +106,4 @@ def _order_by_priority(trainer: Any) -> None:
         return
     for number, callback in zip(places, ordered, strict=True):
         callbacks[number] = callback
-    trainer.callbacks = callbacks  # a new list: Lightning goes through the old one at the moment
+    trainer.callbacks = callbacks  # a new list, because Lightning is iterating over the old one

@@ -1,4 +1,4 @@
-"""``LogDirectoryCallback``: each rank's log as a file in a folder or a bucket."""
+"""``LogDirectoryCallback``: writes each rank's log to files in a folder or a bucket."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["LogDirectoryCallback", "build"]  # noqa: F822 - LogDirectoryCallback
 
 logger = logging.getLogger(__name__)
 
-#: A file of a remote folder is sent whole when it has changed.
+#: Size at which the next file begins; small, because a changed file of a remote folder is uploaded whole.
 _PART_BYTES = 8 << 20
 _FABRICS = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class PartFiles(logging.Handler):
-    """Writes to NAME-00.log, and where that is full to NAME-01.log and so on. Never raises into what is logged.
+    """Writes to NAME-00.log, when that has 8 MiB to NAME-01.log, and so on. Never raises into the code that logs.
 
-    On the root logger it takes the place of no other handler: Python shows warnings that no handler takes, and would
-    take this one for one that shows them.
+    If it is the only handler, it passes warnings on to ``logging.lastResort``: Python shows warnings itself only when
+    no logger has a handler, and this handler must not hide them.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -48,23 +48,23 @@ class PartFiles(logging.Handler):
             shown_by.handle(record)
 
     def write(self, record: logging.LogRecord) -> None:
-        """To the file alone."""
+        """Writes a record to the file only."""
         if self._file.closed:
-            return  # a thread that logs while the fit ends
+            return  # a thread may still log while the fit ends
         try:
             line = f"{self.format(record)}\n".encode(errors="backslashreplace")
-        except Exception:  # Boundary: arguments that do not fit the message, as any handler has it.
+        except Exception:  # Boundary: the arguments may not fit the message; handled as in Python's own handlers.
             self.handleError(record)
             return
         try:
             if self._size >= _PART_BYTES:
-                self._part += 1  # before: a file that cannot be opened leaves the full one, which goes on
+                self._part += 1  # before _open: if the next file cannot be opened, the full one is used further
                 self._size = 0
                 full, self._file = self._file, self._open()
                 full.close()
             self._size += self._file.write(line)
         except OSError as error:
-            failing, self._failing = self._failing, True  # first: the warning comes here, too
+            failing, self._failing = self._failing, True  # before the warning, which this handler receives, too
             if not failing:
                 logger.warning("this rank's log is not written to %s: %s", os.path.dirname(self._stem), error)
         else:
@@ -76,12 +76,12 @@ class PartFiles(logging.Handler):
 
 
 def is_shown(name: str) -> bool:
-    """True when a handler other than for these files takes what a logger emits."""
+    """True when a handler other than :class:`PartFiles` receives what the logger ``name`` emits."""
     return any(not isinstance(one, PartFiles) for one in _handlers(name))
 
 
 def _is_first(handler: PartFiles, name: str) -> bool:
-    """True when only handlers for files take what a logger emits, and this is the first of them."""
+    """True when only :class:`PartFiles` receive what the logger ``name`` emits, and ``handler`` is the first one."""
     found = _handlers(name)
     return all(isinstance(one, PartFiles) for one in found) and found[:1] == [handler]
 
@@ -96,22 +96,23 @@ def _handlers(name: str) -> list[logging.Handler]:
 
 
 class KeepsLogs(StepHooks):
-    """Writes what this rank logs to a file in a folder, from ``setup`` to the end.
+    """Writes this rank's log to files in a folder, from ``setup`` to ``teardown`` or an exception.
 
-    It is called ``rank-00003-20261123T210508-00.log``, with the rank and the time it began, so that a restart writes
-    files of its own. What Python's logging is set up to emit goes there, and Lightning's messages; not what is printed.
-    At an address such as gs://bucket/logs files are sent in the background when they have changed; where one cannot be
-    sent, training goes on, it is tried again, and stays in a temporary folder that is named in the log.
+    The first file is ``rank-00003-20261123T210508-00.log``, with the rank and the UTC time of its start, so that a
+    restart writes files of its own. The files contain what Python's logging is set up to emit and Lightning's messages,
+    but not what is printed. When ``log_dir`` is an address such as gs://bucket/logs, changed files are uploaded in the
+    background. When an upload fails, training goes on, the upload is tried again, and the file stays in a temporary
+    folder that the log names.
 
-    Thread: the training thread, and one of its own. Collective: no. Blocks: at the end, up to ``flush_timeout``.
+    Thread: the training thread, and a thread of its own. Collective: no. Blocks: at the end, up to ``flush_timeout``.
 
     Args:
         log_dir: folder or address.
-        every: between two looks at what has changed.
-        flush_timeout: for sending one file, and for what is left at the end.
+        every: time between two searches for changed files.
+        flush_timeout: time limit for the upload of one file, and for the last uploads at the end.
 
     Raises:
-        ConfigError: a value that cannot work; at the start, ``log_dir`` cannot be used.
+        ConfigError: an argument has a value that cannot work; at the start, ``log_dir`` cannot be used.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class KeepsLogs(StepHooks):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         require_trainer_of(self.namespace, trainer, "LogDirectoryCallback", f"{__package__}.logging")
-        self._close()  # of a fit that Lightning left without its last hooks
+        self._close()  # what a fit that Lightning ended without its last hooks has left open
         try:
             self._folder = RemoteFolder(self._log_dir, every=self._every, flush_timeout=self._flush_timeout)
             began = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
@@ -146,13 +147,13 @@ class KeepsLogs(StepHooks):
         super().setup(trainer, pl_module, stage)
 
     def _loggers(self) -> list[logging.Logger]:
-        """The root, and those of Lightning's that do not pass on to it."""
+        """The root logger, and those loggers of Lightning that do not propagate to it."""
         own = [logging.getLogger(name) for name in (self.namespace, _FABRICS[self.namespace])]
         return [logging.getLogger(), *(one for one in own if not one.propagate)]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         super().on_exception(trainer, pl_module, exception)
-        if self._handler is not None:  # not to the logger: Python shows the exception itself
+        if self._handler is not None:  # to the file only, because Python itself shows the exception
             info = type(exception), exception, exception.__traceback__
             said = "the fit ends with an exception"
             self._handler.write(logger.makeRecord(__name__, logging.ERROR, __file__, 0, said, (), info))

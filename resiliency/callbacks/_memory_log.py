@@ -1,4 +1,4 @@
-"""``MemoryLoggingCallback``: what a process holds of memory, on the host and on its GPU."""
+"""``MemoryLoggingCallback``: logs how much memory a process uses on the host and on its GPU."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _GIB = 1 << 30
 
 
 def memory_in_use() -> dict[str, int]:
-    """Bytes: ``cpu`` is the resident memory of this process; where CUDA is in use, ``cuda_allocated`` and
-    ``cuda_reserved`` are torch's now, ``cuda_peak`` the most it has allocated."""
+    """Memory of this process in bytes. ``cpu``: resident memory. If the process uses CUDA, also ``cuda_allocated`` and
+    ``cuda_reserved``: what torch has allocated and reserved now, and ``cuda_peak``: the most it has allocated so far.
+    """
     found = {"cpu": psutil.Process().memory_info().rss}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found["cuda_allocated"] = torch.cuda.memory_allocated()
@@ -30,7 +31,7 @@ def memory_in_use() -> dict[str, int]:
 
 
 class MemoryLines(StepSubscriber):
-    """Logs the memory of this process after some steps."""
+    """Logs the memory of this process after every n-th step."""
 
     def __init__(self, namespace: str, every_n_steps: int, scalars: Scalars | None) -> None:
         self._namespace, self._every, self._scalars = namespace, every_n_steps, scalars
@@ -52,20 +53,20 @@ class MemoryLines(StepSubscriber):
 
 
 class LogsMemory(LogsSteps):
-    """Logs the memory of rank 0 after its first step and then after some steps: ``Memory after step 50: cpu 1.204 GiB,
+    """Logs the memory of rank 0 after its first step and then every n-th step: ``Memory after step 50: cpu 1.204 GiB,
     cuda allocated 10.512 GiB, cuda reserved 11.002 GiB, cuda peak 10.961 GiB``.
 
-    Without a GPU the line has the first figure alone. Workers of a data loader are other processes, not counted.
+    Without a GPU the line has only the first figure. The worker processes of a data loader are not counted.
 
-    Thread: the training thread. Collective: no. Costs some ten microseconds where there is a line.
+    Thread: the training thread. Collective: no. Costs some ten microseconds per line.
 
     Args:
         every_n_steps: steps from one line to the next; None: the Trainer's ``log_every_n_steps``.
-        tb_dir: scalars ``memory/cpu_gib`` and so on; as of TensorboardCallback. None: the Trainer's TensorBoardLogger
-            where there is one.
+        tb_dir: where scalars ``memory/cpu_gib`` and so on go, as in TensorboardCallback, except None: the Trainer's
+            TensorBoardLogger if it has one, else no scalars.
 
     Raises:
-        ConfigError: ``every_n_steps`` below 1.
+        ConfigError: ``every_n_steps`` is below 1; at the start of a fit, ``tb_dir`` cannot be used.
     """
 
     def __init__(self, *, every_n_steps: int | None = None, tb_dir: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoint names in a folder or store: which the engine can write, which are taken, which are stock Lightning's."""
+"""Tells which checkpoint names the engine can write, which are taken, and which belong to stock Lightning."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ __all__ = ["engine_name", "is_stock", "names_on_disk"]
 logger = logging.getLogger(__name__)
 
 
-#: Bytes of one part of a path, on every file system of Linux.
+#: Most bytes in one part of a path, on every file system of Linux.
 _LONGEST_PART = 255
 
 
 def engine_name(path: str, dirpath: str) -> str | None:
     """The name, relative to ``dirpath``, under which the engine saves a checkpoint for ``path``.
 
-    None when it cannot: the path is not below ``dirpath``, is hidden, as the engine's own folder is, or has a part
-    that no tier takes (longer than 255 bytes, or not UTF-8): the stock class writes it, or raises.
+    None when the engine cannot: the path is not below ``dirpath``, is hidden, is in the engine's own folder, has a
+    control character, or has a part that no tier accepts (longer than 255 bytes, or not UTF-8). Then the stock class
+    writes the checkpoint, or raises.
     """
     root = dirpath.rstrip("/") + "/"
     if not path.startswith(root):
@@ -43,12 +44,14 @@ def engine_name(path: str, dirpath: str) -> str | None:
 
 
 def names_on_disk(dirpath: str, run: str, ending: str) -> list[str]:
-    """All names in ``dirpath`` that a version counter must skip: the engine's and stock checkpoints, sorted.
+    """The names in ``dirpath`` with this ending, sorted: checkpoints of the engine and stock ones, which a version
+    counter must skip.
 
-    In a folder these are its files: a name that the user has deleted is free, though its step may still be there, as it
-    is after a crash. In a store also the names of all steps, whose copies may be on their way.
+    In a folder these are the files that exist. A name that the user has deleted is free, even if its step still exists,
+    as it may after a crash. In an object store these are also the names of all steps, because their files may still be
+    on the way.
 
-    Blocks: one listing. Returns no names when ``dirpath`` cannot be listed.
+    Blocks: for one listing. Returns [] when ``dirpath`` cannot be listed.
     """
     names: set[str] = set()
     if "://" in dirpath:
@@ -61,14 +64,14 @@ def names_on_disk(dirpath: str, run: str, ending: str) -> list[str]:
     else:
         for folder, folders, files in os.walk(dirpath):
             folders[:] = [name for name in folders if name != META_DIR]
-            # A link to nothing is no checkpoint, as the stock class sees it.
+            # A dangling link does not count as a checkpoint, as in the stock class.
             there = [path for name in (*files, *folders) if os.path.exists(path := os.path.join(folder, name))]
             names |= {os.path.relpath(path, dirpath) for path in there}
     return sorted(name for name in names if name.endswith(ending))
 
 
 def is_stock(path: str) -> bool:
-    """True when a local file or folder is a checkpoint that the engine did not write."""
+    """True when ``path`` is a local file or folder that the engine did not write. False for addresses."""
     if "://" in path or not os.path.exists(path):
         return False
     if os.path.isdir(path):

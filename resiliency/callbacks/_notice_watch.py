@@ -1,4 +1,4 @@
-"""Listens for notices that the job is to go, during one fit on one rank, and makes the rank leave where it is stuck."""
+"""Listens for preemption notices during one fit on one rank, and interrupts the rank if it is stuck."""
 
 from __future__ import annotations
 
@@ -27,27 +27,28 @@ __all__ = ["NoticeWatch", "Preempted"]
 
 logger = logging.getLogger(__name__)
 
-#: For the other ranks to hear of a notice, and to publish where they are: threads of theirs do, whatever they train.
+#: Time for the other ranks to receive a notice and publish their position. Short is enough, because threads of these
+#: ranks do that, whatever the ranks train at the moment.
 _AGREE_TIMEOUT = timedelta(seconds=3)
-#: How long a rank that fails waits whether it was because the job is to go.
+#: Seconds that a failing rank waits for a notice that may be the cause of its failure.
 _SOON_S = 1.0
-#: Interrupts the main thread. Nobody uses it: not Python, torch, Lightning, or :mod:`resiliency.launch`.
+#: Signal that interrupts the main thread. Neither Python, torch, Lightning nor :mod:`resiliency.launch` uses it.
 _INTERRUPT = signal.SIGRTMIN + 11
-#: No frame runs it.
+#: A code object that no frame runs.
 _NOWHERE = (lambda: None).__code__
 
 
 class Preempted(SystemExit):
-    """The job was told to go, and has saved what it could. ``code`` is the exit code of the process."""
+    """Ends a preempted job, which has saved what it could. ``code`` is the exit code of the process."""
 
 
 class NoticeWatch:
-    """What listens for notices during one fit on one rank.
+    """Listens for preemption notices during one fit on one rank, from construction to :meth:`close`.
 
     Attributes:
-        saver: of the callback that saves; None before training, and where Lightning's own code saves.
-        stepping: an optimizer step may be half done.
-        interrupted: the main thread was interrupted.
+        saver: saver of the callback that saves; None before training, and when Lightning's own code saves.
+        stepping: True while an optimizer step may be half done.
+        interrupted: True once the main thread was interrupted.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class NoticeWatch:
         self.saver: CheckpointSaver | None = None
         self.stepping = self.interrupted = False
         self._rank, self._grace_s, self._exit_code = trainer.global_rank, grace_s, exit_code
-        #: What a handler of the user has raised; it ends the fit when all is saved.
+        #: The first exception that a signal handler of the user has raised; it ends the fit after the save.
         self.users_exit: BaseException | None = None
         self._noticed_it = threading.Event()
         self._connections = PeerConnections()
@@ -104,7 +105,7 @@ class NoticeWatch:
                 told=self.stop.tell,
             )
         self._restore_broadcast = _lightning.stop_asking_for_sigterm(trainer)
-        #: Handlers of signals that were there.
+        #: The handlers that the signals had before.
         self.handlers_before = {number: signal.getsignal(number) for number in signals}
         self._user_handlers = {
             number: _lightning.users_handler(trainer, number, handler)
@@ -122,7 +123,7 @@ class NoticeWatch:
         if metadata_server is not None:
             self._sources.append(MetadataSource(metadata_server, self._told_by_source))
 
-    # -- notices, on threads of theirs
+    # -- notices, called in threads of their sources
 
     def _told_by_signal(self, number: int) -> None:
         name = signal.Signals(number).name
@@ -145,15 +146,17 @@ class NoticeWatch:
             events.emit(EventKind.PREEMPTION_NOTICE, source=notice.source, told=notice.rank, deadline_s=notice.grace_s)
 
     def told_because_of(self, exception: BaseException) -> bool:
-        """True when the job is to go, and not this rank alone because another one has failed.
+        """True when the exception comes from a preemption of the whole job: all ranks have received the notice.
 
-        Blocks: up to a second after an error that the same signal may have caused, in another rank or in a worker of a
-        data loader, and that was faster than the signal; and up to one for the other ranks to say where they are.
+        False when only this rank was told to end, because another rank has failed.
+
+        Blocks: up to 1 s for the notice, if the exception is an error that the same signal may have caused in another
+        rank or a data loader worker and that came faster than the signal; and up to 1 s for the other ranks to answer.
         """
         if isinstance(exception, Preempted):
             return True
         caused = looks_like_a_lost_peer(exception) or "DataLoader worker" in str(exception)
-        # A launcher ends the peers of a rank that has failed with a signal, too: the failed one does not answer.
+        # When a rank has failed, a launcher also ends its peers with a signal; but the failed rank does not answer.
         return self._noticed_it.wait(_SOON_S if caused else 0.0) and self.stop.agreed(timeout_s=_SOON_S)
 
     # -- interruption
@@ -164,23 +167,23 @@ class NoticeWatch:
             signal.pthread_kill(self._main, _INTERRUPT)
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread."""
+        """Signal handler in the main thread: raises :class:`Preempted` where the thread may be interrupted."""
         if may_be_interrupted(frame, _NOWHERE) and not _lightning.is_handling_exception(frame):
             self.interrupted = True
             raise Preempted(self._exit_code)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread."""
+        """Calls the user's handler of a signal, in the main thread."""
         handler = self._user_handlers.get(number)
         if not callable(handler):
             return
         try:
             handler(number, frame)
-        except BaseException as error:  # Boundary: of the user, who wants to end; first all ranks save.
+        except BaseException as error:  # Boundary: the user's handler wants to end the process; first all ranks save.
             self.users_exit = self.users_exit or error
 
     def close(self) -> None:
-        """Ends all of it. Idempotent. Blocks: up to a second for each thread."""
+        """Stops listening and restores the signal handlers. Idempotent. Blocks: up to 1 s for each thread."""
         self.stop.close()
         for source in self._sources:
             source.close()

@@ -15,13 +15,13 @@ from resiliency.storage.manifest import META_DIR, STEPS_DIR
 
 __all__ = ["IN_CLUSTER", "CheckpointPlaces", "EngineKey", "choose_places"]
 
-#: The guide's folder of the local tier: a ramdisk that is mounted into every host's container.
+#: The local tier's folder in the guide: a ramdisk that is mounted into the container on every host.
 IN_CLUSTER = "/local"
 
 
 @dataclass(frozen=True)
 class EngineKey:
-    """Identifies an engine among those of one trainer."""
+    """Identifies an engine among those of one trainer: folder of its local tier, and run."""
 
     directory: str
     run: str
@@ -62,16 +62,20 @@ def choose_places(
     in_cluster: bool = False,
     durable: bool = True,
 ) -> CheckpointPlaces:
-    """The places for ``dirpath``. Arguments that are None come from :func:`resiliency.settings.environment`.
+    """Chooses the places for ``dirpath``. ``run`` and ``local_dir`` default to :func:`resiliency.settings.environment`.
 
     With a ``local_dir``, ``dirpath`` is a tier that the agent uploads to. When ``dirpath`` is an address, ``local_dir``
-    defaults to a folder on the ramdisk. Checkpoints of weights only get a run of their own, because no fit can resume
-    from them. ``only_files``, ``durable``: as in :class:`LocalTierOptions`, where ``dirpath`` is the local tier.
-    ``in_cluster``: there is to be a local tier before ``dirpath`` in any case, in :data:`IN_CLUSTER` where that can be
-    written to.
+    defaults to a folder on the ramdisk. Weights-only checkpoints get a run of their own, because no fit can resume from
+    them.
+
+    Args:
+        only_files: as in :class:`LocalTierOptions`; used only when ``dirpath`` is the local tier.
+        in_cluster: use a local tier even if ``dirpath`` is a folder: in :data:`IN_CLUSTER` if that is writable, else on
+            the ramdisk.
+        durable: False: ``dirpath`` is the local tier, and its files need not survive a power loss.
 
     Raises:
-        ConfigError: ``dirpath`` is an address, and is to be the local tier.
+        ConfigError: with ``durable=False``, ``dirpath`` is an address, or ``local_dir`` is given, too.
     """
     if not durable and "://" in str(dirpath):
         raise ConfigError(

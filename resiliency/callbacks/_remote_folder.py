@@ -1,4 +1,4 @@
-"""A folder whose files are sent to an address at intervals, by a thread, within a time limit."""
+"""A folder whose files a thread uploads to an address at intervals, with a time limit."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteFolder:
-    """Where files are written that belong at an address.
+    """A local folder, :attr:`path`, for files that belong at an address.
 
-    Of a folder on this host that is the folder itself. Of an object store it is a temporary folder; a file that has
-    changed is sent whole, so files should be of some MiB at most. What cannot be sent is tried again at the next
-    interval, and said once.
+    If the address is a folder on this host, :attr:`path` is that folder. If it is in an object store, :attr:`path` is a
+    temporary folder, and a file that has changed is uploaded whole, so files should have some MiB at most. An upload
+    that fails is tried again at the next interval; one warning is logged until uploads succeed again.
 
-    Thread: any may write files into :attr:`path`; ``close`` from one.
+    Thread: any thread may write files into :attr:`path`; only one may call ``close``.
 
     Args:
-        address: folder or fsspec address, as gs://bucket/logs.
-        every: between two looks.
-        flush_timeout: for one file, and for what is left at the end.
+        address: folder or fsspec address, such as gs://bucket/logs.
+        every: time between two searches for changed files.
+        flush_timeout: time limit for one file, and for the last uploads in ``close``.
 
     Raises:
-        ConfigError: an address of an unknown kind, or whose package is missing.
-        OSError: the folder cannot be made.
+        ConfigError: the kind of address is unknown, or its package is missing.
+        OSError: the folder cannot be created.
     """
 
     def __init__(self, address: str, *, every: timedelta, flush_timeout: timedelta) -> None:
@@ -57,7 +57,10 @@ class RemoteFolder:
         self._thread.start()
 
     def close(self) -> None:
-        """Sends what has changed. Idempotent. Blocks: up to ``flush_timeout``."""
+        """Uploads what has changed and ends the thread. Idempotent. Blocks: up to ``flush_timeout``.
+
+        The temporary folder is removed if everything was uploaded; otherwise it stays and a warning names it.
+        """
         if self._thread is None:
             return
         thread, self._thread = self._thread, None

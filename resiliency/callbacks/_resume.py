@@ -32,14 +32,14 @@ class EngineUser(Protocol):
     def places(self) -> CheckpointPlaces: ...
 
     def open(self) -> bool:
-        """Opens the engine, unless it is open; False, on all ranks, when it cannot be used. Collective: yes."""
+        """Opens the engine unless it is open. Returns False, on all ranks, when it cannot be used. Collective: yes."""
 
 
 class Process:
-    """What this process has done so far, in all its trainers."""
+    """Whether a fit has trained in this process, in any of its trainers."""
 
-    #: The start in which a fit with a checkpoint callback of this library has begun to train. What comes after it in
-    #: the same script is another training, which a restart of the job does not mean.
+    #: The process start (``environment().start``) in which a fit with a checkpoint callback of this library has begun
+    #: to train, or None. A later fit in the same script is another training: a restart of the job does not resume it.
     _trained_in: str | None = None
 
     @classmethod
@@ -54,15 +54,14 @@ class Process:
 class Resume:
     """Chooses the step one fit resumes from when the user named no checkpoint, and loads it.
 
-    A run is resumed when the user asked for it, or when the launcher says that this process is a restart of the job
-    that wrote its newest step and this is the first fit of the process. Otherwise the fit starts afresh, and says what
-    it found.
+    A run is resumed when the user asked for it, or in the first fit of a process that the launcher calls a restart of
+    the job that wrote the run's newest step. Otherwise the fit starts afresh, and a line says which checkpoints exist.
 
-    Threads: training thread; called on every rank.
+    Threads: training thread. All methods are called on every rank.
 
     Args:
-        engines: engines open in this fit; the session's own mapping.
-        users: of every engine of this fit, open or not; the session's own mapping.
+        engines: the engines open in this fit; the session's own mapping, not a copy.
+        users: the users of every engine of this fit, open or not; the session's own mapping, not a copy.
     """
 
     def __init__(
@@ -71,22 +70,22 @@ class Resume:
         self._trainer = trainer
         self._engines = engines
         self._users = users
-        #: Saves and restores this rank's generators and data loader positions; None: they are not saved.
+        #: Saves and restores this rank's random generators and data loader positions; None: they are not saved.
         self.rank_state: RankState | None = None
         #: Paths the user resumed from; never deleted.
         self.protected: set[str] = set()
-        #: Paths that ``ckpt_path="last"`` may resolve to; each of them means the newest step of all.
+        #: Paths that ``ckpt_path="last"`` may resolve to; each of them means the newest step of all runs.
         self.last_candidates: set[str] = set()
-        #: key -> True: the user asked to resume from the run; None: when this is a restart of the job that wrote it.
+        #: key -> True: the user asked to resume from the run; None: resume only in a restart of the job that wrote it.
         self._offers: dict[EngineKey, Literal[True] | None] = {}
         self._found: dict[EngineKey, Found] = {}
         self._undo_intercept: Callable[[], None] | None = None
 
     def keep_rank_state(self, *, reread: bool) -> None:
-        """Saves and restores generators and data loader positions in this fit. Idempotent.
+        """Makes this fit save and restore random generators and data loader positions. Idempotent.
 
         Args:
-            reread: batches that were trained on are read again and dropped; also when one of several callers asks.
+            reread: read the batches that were trained on again and drop them. One caller that asks for it is enough.
         """
         if self.rank_state is None:
             self.rank_state = RankState()
@@ -105,20 +104,21 @@ class Resume:
     # -- the choice -----------------------------------------------------------------------------------------------
 
     def found(self, key: EngineKey) -> Found:
-        """What there was of the run at the start of this fit. Collective: the first time. Blocks: as ``look``."""
+        """What existed of the run at the start of this fit. Collective: the first time. Blocks: the first time, for one
+        listing per tier."""
         if key not in self._found:
             self._found[key] = look(self._trainer, self._places(key))
         return self._found[key]
 
     def intercept(self) -> None:
-        """Makes Lightning load what :meth:`_decide` returns for the user's ``ckpt_path``. Idempotent."""
+        """Makes Lightning load the path that :meth:`_decide` returns for the user's ``ckpt_path``. Idempotent."""
         if self._undo_intercept is None:
             self._undo_intercept = _lightning.intercept_resume(self._trainer, self._decide)
 
     def offer(self, key: EngineKey, *, asked: Literal[True] | None) -> None:
-        """Lets the fit that is starting resume from this run if the user named no checkpoint.
+        """Lets the starting fit resume from this run if the user named no checkpoint.
 
-        ``asked``: True: the user asked for it; None: only in a restart of the job that wrote it.
+        ``asked``: True: always; None: only in a restart of the job that wrote the run's newest step.
         """
         self._offers[key] = asked or self._offers.get(key)
 
@@ -142,7 +142,8 @@ class Resume:
         return path if os.path.exists(path) and not os.path.isdir(path) else None
 
     def _is_file_of(self, path: str, step: StepId) -> bool:
-        """True when the file that Lightning has found is that step, and no other rank may see another file."""
+        """True when the file that Lightning has found is that step. False with several ranks, because another rank may
+        see another file."""
         if self._trainer.world_size > 1 or not os.path.isfile(path):
             return False
         try:
@@ -155,8 +156,8 @@ class Resume:
         """The runs to resume from when the user named no checkpoint. Collective: yes.
 
         Raises:
-            TierError: a tier that may hold them cannot be listed, and no other has any. A start from scratch would be
-                a loss in silence.
+            TierError: a tier that may hold steps cannot be listed, and no other tier has any. Starting from scratch
+                would silently lose the training.
         """
         found = [key for key in self._offers if self.found(key).steps or self.found(key).unknown]
         chosen = [key for key in found if self._offers[key]]
@@ -171,7 +172,7 @@ class Resume:
         return chosen
 
     def _tell_of(self, keys: Sequence[EngineKey]) -> None:
-        """Says what the fit does not resume from. One line."""
+        """Shows one line that names the newest checkpoint that the fit does not resume from, on rank 0."""
         if not self._trainer.is_global_zero:
             return
         steps = ((newest_step(self._trainer, self._places(key)), key) for key in keys)
@@ -201,7 +202,7 @@ class Resume:
         return self._users[key][0].places
 
     def _open(self, key: EngineKey) -> SharedEngine | None:
-        """The run's engine, opened if necessary; None when it cannot be used. Collective: yes."""
+        """The run's engine, opened if necessary; None when it cannot be used. Collective: when it must be opened."""
         shared = self._engines.get(key)
         if shared is None and self._users[key][0].open():
             shared = self._engines[key]
@@ -214,10 +215,10 @@ class Resume:
         if shared is not None:
             steps = shared.engine.steps()
             if not steps:
-                shared.engine.load()  # raises when there are checkpoints and all are damaged; otherwise it says why not
+                shared.engine.load()  # raises if all checkpoints are damaged; else logs why there is none to load
                 return None
             return steps[0][0]
-        # The run cannot be written, but perhaps read. Rank 0 decides for all ranks.
+        # The run's engine cannot be opened to write, but perhaps its steps can be read. Rank 0 decides for all ranks.
         found = None
         if self._trainer.is_global_zero:
             try:
@@ -237,10 +238,10 @@ class Resume:
     # -- loading --------------------------------------------------------------------------------------------------
 
     def load(self, path: str, weights_only: bool | None) -> dict[str, Any] | None:
-        """Loads one of our checkpoints for Lightning; None when ``path`` is a stock one. Collective: yes, in a fit.
+        """Loads a checkpoint of this library for Lightning; None when ``path`` is a stock one. Collective: in a fit.
 
         Raises:
-            CorruptShard, NoCheckpointFound: the path is one of our steps, which cannot be restored.
+            CorruptShard, NoCheckpointFound: the path is a step of this library, which cannot be restored.
         """
         allow_pickle = weights_only is False
         for key in list(self._users):
@@ -252,7 +253,7 @@ class Resume:
             if restored is None:
                 continue
             if isinstance(step, StepId) and META_DIR in path.split("/"):
-                # The path is a step folder: the step is kept by protecting its names.
+                # The path is a step folder. Protecting the step's names keeps the step.
                 self.protected |= {os.path.join(shared.places.dirpath, name) for name in restored.names}
             state: dict[str, Any] = restored.state
             self._place_rank_state(state, restored.per_rank, restored.world_size)
@@ -265,13 +266,13 @@ class Resume:
         return state
 
     def _may_hold(self, path: str, key: EngineKey) -> bool:
-        """False when the run certainly has no step of this path; then its engine need not be opened."""
+        """False when the path is certainly no step of the run, so that its engine need not be opened."""
         roots = (key.directory, self._places(key).dirpath)
         return any(_relative(path, root) is not None for root in roots) and not is_stock(path)
 
     @staticmethod
     def _step_at_path(path: str, key: EngineKey, shared: SharedEngine) -> StepId | Literal["newest"] | None:
-        """The step that a path refers to; None when it is not a path of this engine."""
+        """The step that a path refers to, or "newest" for the run's folder; None when no step of this engine has it."""
         base = f"{META_DIR}/{key.run}"
         for root in dict.fromkeys((key.directory, shared.places.dirpath)):
             name = _relative(path, root)
@@ -308,11 +309,11 @@ class Resume:
 
 
 def _relative(path: str, directory: str) -> str | None:
-    """``path`` relative to ``directory``; "" for itself; None when it lies elsewhere."""
+    """``path`` relative to ``directory``; "" for ``directory`` itself; None when it lies elsewhere."""
     if "://" in path or "://" in directory:
         pairs = [(path, directory)]
     else:
-        # A name may be a symbolic link itself, so both ways count.
+        # The last part may be a symbolic link itself, so the path counts both with that link and with its target.
         folder, name = os.path.split(os.path.abspath(path))
         root = os.path.realpath(directory)
         pairs = [

@@ -1,4 +1,5 @@
-"""How a run was started, noted in its folder: ``cmd-args.log`` and ``git-info.log``. Those of earlier starts stay."""
+"""Writes how a run was started to ``cmd-args.log`` and ``git-info.log`` in its folder; files of earlier starts are
+kept."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ _GIT_TIMEOUT_S = 10.0
 
 
 def note_start(root: str) -> None:
-    """Writes both files, after those of the start before were moved to ``run_0``, ``run_1``, ...; nothing else moves.
+    """Writes both files. Those of the previous start are first moved to ``run_0``, ``run_1``, ...; no other file moves.
 
-    ``git-info.log`` is left out where the script is in no git repository. Blocks: for two git commands, at most 20 s.
-    Warns where it cannot: an address has no such files, a disk may be full.
+    ``git-info.log`` is left out when the script is in no git repository. Blocks: for two git commands, at most 20 s.
+    Only warns when it cannot write: ``root`` is an address, or the disk is full.
     """
     if "://" in root:
         logger.warning("preprocess_files=True: %s is an address, where no cmd-args.log is written", root)
@@ -51,7 +52,7 @@ def _move_earlier(folder: Path) -> None:
 
 
 def _git_info() -> str:
-    """Commit and changes of the repository that the script is in; "" without one, or without git."""
+    """Commit and uncommitted changes of the script's git repository; "" when there is none, or git fails."""
     place = Path(sys.argv[0] or ".").absolute().parent
     parts = []
     for arguments in (["rev-parse", "HEAD"], ["diff", "HEAD"]):

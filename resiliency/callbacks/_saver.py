@@ -41,25 +41,25 @@ __all__ = ["CheckpointSaver"]
 
 logger = logging.getLogger(__name__)
 
-#: How long the save that may be the last of a fit waits for the one before it; others are skipped sooner.
+#: How long a save that may be the last of a fit waits for the save before it; other saves are skipped sooner.
 _LAST_SAVE_TIMEOUT = timedelta(minutes=2)
-#: From this size on, the engine is opened and shard files are prepared before training; smaller jobs pay for the start
-#: of the engine in their first save, and a fit that saves nothing not at all.
+#: From this state size on, the engine is opened and shard files are prepared before training. Smaller jobs open the
+#: engine in their first save, so that a fit that saves nothing does not pay for it.
 _LARGE_BYTES = 32 * 1024 * 1024
 
 
 class CheckpointSaver:
     """Replaces the stock class's file operations for one callback in one fit.
 
-    Inside :meth:`collect`, saves and removals are collected; at its end one checkpoint is saved under all names.
-    Outside, each is done at once.
+    Inside :meth:`collect`, requests to save and remove are collected, and at its end one checkpoint is saved under all
+    names. Outside, each request is carried out at once.
 
-    Threads: training thread; called on every rank.
+    Threads: training thread. All methods are called on every rank.
 
     Args:
         callback: the callback whose settings apply; loggers get it in ``after_save_checkpoint``.
-        lazy: copy tensors that may be copied late while the next forward and backward run, where the hook allows it.
-        flush_timeout: how long the end of training waits.
+        lazy: copy tensors during the next forward and backward, if the tensor rules and the hook allow it.
+        flush_timeout: the longest time that the end of training waits for saves.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class CheckpointSaver:
     ) -> None:
         self.session = session
         self.places = places
-        #: None while it cannot be opened; later saves try again.
+        #: None until the engine is open. When it cannot be opened, later saves try again.
         self.engine: Checkpointer | None = None
         self._thread = threading.get_ident()
         self._callback = callback
@@ -87,39 +87,39 @@ class CheckpointSaver:
         self._collecting = False
         self._overlap = False
         self._everywhere = False
-        self._unnamed = False  # a save is asked for, under whatever name or none
+        self._unnamed = False  # a save is requested that needs no name
         self._missed_saves = 0
         self._told_why = False
         #: Paths to save under and names to remove, as requested in the current hook.
         self._save_paths: list[str] = []
         self._removed_names: list[str] = []
-        #: The state, when a ``trainer.save_checkpoint`` of other code had it dumped in the current hook.
+        #: The state that a ``trainer.save_checkpoint`` replaced by other code has dumped in the current hook, or None.
         self._dumped: dict[str, Any] | None = None
-        #: The callback's (last step saved, last path saved) before the first of these requests.
+        #: The callback's (last step saved, last path saved) before the first request in the current hook.
         self.before_request: tuple[int, str] | None = None
         #: Names whose removal waits for the next save that succeeds.
         self._postponed_removals: list[str] = []
-        #: (step, file of the stock class): removed once a save of that step or a later one is durable.
+        #: (step, file written by the stock class): removed once a save of that step or a later one is durable.
         self._stock_removals: list[tuple[int, str]] = []
-        #: name -> number of the save of this fit that it points to.
+        #: name -> number of this fit's save that the name points to.
         self._save_numbers: dict[str, int] = {}
         self._saves = 0
-        #: Paths that are to be symbolic links to others in the end, as the stock class makes them.
+        #: link path -> path: at the end of the fit, link path becomes a symbolic link to path, as in the stock class.
         self._links: dict[str, str] = {}
-        #: name -> the save it will point to, for names that may not be there yet.
+        #: name -> ticket of the save that the name will point to, for names that may not exist yet.
         self._tickets: dict[str, Ticket] = {}
         self._stock_writer = StockWriter(self._trainer)
 
     # -- the engine ---------------------------------------------------------------------------------------------------
 
     def open(self) -> bool:
-        """Opens the engine, unless it is open; False, the same on all ranks, when it cannot be used. Collective: yes.
+        """Opens the engine unless it is open. Returns False, on all ranks, when it cannot be used. Collective: yes.
 
         Blocks: about 0.2 s the first time, for the start of the agent.
 
         Raises:
             Timeout: a rank is missing.
-            FileExistsError: ``dirpath`` is a file; as the stock class, which nothing helps either.
+            FileExistsError: ``dirpath`` is a file. The stock class raises the same error.
         """
         if self.engine is not None:
             return True
@@ -127,7 +127,7 @@ class CheckpointSaver:
             self.engine = self.session.open(self.places, self._options_with_log()).engine
         except (TierError, AgentError, OSError) as error:
             if isinstance(error, Timeout):
-                raise  # nothing works without that rank
+                raise  # without the missing rank no save can succeed
             where = self.places.dirpath
             if os.path.exists(where) and not os.path.isdir(where):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), where) from error
@@ -142,7 +142,8 @@ class CheckpointSaver:
         return True
 
     def _options_with_log(self) -> CheckpointerOptions:
-        """With a folder for the event log that outlives the job, when all tiers are addresses and a ramdisk."""
+        """The options; when all tiers are addresses or a ramdisk, with a folder below the Trainer's root folder for the
+        event log, so that the log outlives the job."""
         root = str(self._trainer.default_root_dir)
         folders = [remote for remote in self.places.remotes if "://" not in remote.address]
         if self._options.events_dir or folders or self.places.local.durable or "://" in root:
@@ -150,7 +151,10 @@ class CheckpointSaver:
         return replace(self._options, events_dir=os.path.join(root, META_DIR, self.places.key.run, EVENTS_DIR))
 
     def _open_for_save(self) -> bool:
-        """Opens the engine for a save; after failures again at saves 2, 3, 5, 9, ... Collective: yes."""
+        """Opens the engine for a save. After a failure it is tried again at saves 2, 3, 5, 9, ...
+
+        Returns False when the save cannot be taken. Collective: when it tries to open.
+        """
         if self.engine is not None:
             return True
         if self._missed_saves & (self._missed_saves - 1) or self._others_may_be_missing:
@@ -167,9 +171,10 @@ class CheckpointSaver:
         return bool(self._trainer.world_size > 1 and self._trainer.state.status == "interrupted")
 
     def warm_up(self) -> None:
-        """Opens the engine and prepares shard files, if the job is large: what is done here is not done in a step.
+        """Opens the engine and prepares shard files before training, so that no step has to. Only for a state of at
+        least 32 MiB, several ranks, or an engine that is open already.
 
-        Collective: yes. Blocks: first touch, about 1-3 s per GiB.
+        Collective: yes. Blocks: about 1-3 s per GiB, because each page of the files is touched for the first time.
         """
         if self._callback.save_weights_only:
             expected: dict[str, Tensor] = {}
@@ -181,13 +186,13 @@ class CheckpointSaver:
             self.session.warm_up(self.places.key, expected)
 
     def settle(self, stage: Stage, timeout: timedelta) -> timedelta:
-        """Waits until what was saved has reached ``stage`` and delivers the outcomes.
+        """Waits until all saves have reached ``stage``, and delivers their outcomes.
 
-        Blocks: up to ``timeout``, less what this fit has waited so before, for this callback or another one: a tier
-        that is down costs the end of a fit its timeout once.
+        Blocks: up to ``timeout``, less the time that earlier calls have waited in this fit, for this or another
+        callback, so that a tier that is down costs the end of a fit its timeout only once.
 
         Returns:
-            What is left of ``timeout``.
+            The rest of ``timeout``; zero when it is used up.
         """
         began = time.monotonic()
         deadline = began + timeout.total_seconds() - self.session.waited_at_end
@@ -198,13 +203,13 @@ class CheckpointSaver:
         if self.engine is None:
             return left()
         try:
-            # First that this rank's shards are recorded, then that the other ranks' are.
+            # The first pass waits for this rank's shards to be recorded, the second for those of the other ranks.
             for _ in range(2):
                 self.engine.flush(stage, timeout=left())
                 self.session.deliver_outcomes()
         except (OSError, RuntimeError) as error:
-            # Boundary: torch's store raises these when another rank has exited. Training is over, and the agent
-            # finishes sealed saves.
+            # Boundary: torch's store raises these when another rank has exited. Not fatal, because training is over and
+            # the agent finishes sealed saves.
             if error is self.session.logger_error:
                 raise
             logger.warning("not every save was %s at the end; the next start finishes them", stage, exc_info=True)
@@ -213,12 +218,12 @@ class CheckpointSaver:
         return left()
 
     def wait_for_all_ranks(self) -> None:
-        """Keeps rank 0 until all ranks have settled, where they need its store for that.
+        """With several agents, waits until all ranks have settled, because they need rank 0's store until then.
 
-        Ranks of several agents count each other's records in the store of rank 0, which ends with that process. One
-        agent sees all records itself; then the end of a rank waits for no other, as with the stock class.
+        Ranks of several agents count each other's records in the store of rank 0, which ends with rank 0's process. A
+        single agent sees all records itself; then a rank ends without waiting for another, as with the stock class.
 
-        Collective: with several agents. Blocks: as the strategy's barrier.
+        Collective: with several agents. Blocks: as long as the strategy's barrier.
         """
         if self.engine is None or self._trainer.world_size == 1 or self.engine.session.together:
             return
@@ -228,7 +233,7 @@ class CheckpointSaver:
             logger.warning("another rank has ended before its last saves were recorded: %s", error)
 
     def close(self, close_engine: Callable[[Checkpointer], None]) -> None:
-        """Ends this saver; ``close_engine`` is called when no other callback uses the engine."""
+        """Ends this saver. Calls ``close_engine`` if no other callback uses the engine."""
         _lightning.forget_batch_end_actions(self._trainer)
         self._stock_writer.summarise()
         self.engine = None
@@ -237,7 +242,7 @@ class CheckpointSaver:
             if self._trainer.is_global_zero:
                 for linkpath, path in self._links.items():
                     link_symbolically(linkpath, path)
-        except (OSError, RuntimeError):  # Boundary: as in settle.
+        except (OSError, RuntimeError):  # Boundary: torch's store raises these when another rank has exited.
             logger.warning(
                 "the checkpoint engine did not close cleanly; the agent finishes the saves it has", exc_info=True
             )
@@ -245,7 +250,7 @@ class CheckpointSaver:
     # -- names --------------------------------------------------------------------------------------------------------
 
     def name_of(self, path: str) -> str | None:
-        """The engine's name for a path; None for a path that only the stock class can write."""
+        """The engine's name for a path; None when only the stock class can write the path."""
         return engine_name(str(path), self.places.dirpath)
 
     @property
@@ -261,27 +266,29 @@ class CheckpointSaver:
         return known
 
     def is_taken(self, path: str) -> bool:
-        """True when a checkpoint has this path or will have it. Collective: no; all ranks have the same names.
+        """True when a checkpoint has this path or will have it. Collective: the first time in a fit; all ranks know the
+        same names.
 
-        A job of one rank also looks whether somebody else has put a file there since it began, as the stock class does.
+        A job of one rank also checks whether another program has put a file there since, as the stock class does.
         """
         if self.name_of(path) in self._names or path in self._save_paths:
             return True
         return self._trainer.world_size == 1 and "://" not in path and os.path.exists(path) and not self._goes(path)
 
     def _goes(self, path: str) -> bool:
-        """True for a file that the stock class takes for removed, and that is there until a newer one is safe."""
+        """True for a file whose removal was requested, but which is kept until a newer checkpoint is safe."""
         return path in self.session.going or any(path == other for _, other in self._stock_removals)
 
     def is_protected(self, path: str) -> bool:
-        """True for a path that the user named to resume from. A step chosen by auto_resume is not protected."""
+        """True for a path that the user named to resume from. A step that auto_resume chose is not protected."""
         return str(path) in self.session.resume.protected
 
     def wait_for(self, paths: Iterable[str], timeout: timedelta) -> None:
-        """Waits until checkpoints of this fit have these paths. Collective: no, but the other ranks must have saved.
+        """Waits until checkpoints of this fit exist at these paths; only warns when one does not exist in time.
 
-        Blocks: up to ``timeout``, until the save is committed; with an address as ``dirpath``, until it is uploaded, if
-        it is to be. Does nothing in threads other than the training thread, which the engine does not serve.
+        Collective: no, but the other ranks must have saved. Blocks: up to ``timeout`` for each path, until its save is
+        committed; with a separate local tier, until it is durable on ``dirpath``'s tier, if it is uploaded there. Does
+        nothing in threads other than the training thread, because the engine does not serve them.
         """
         if threading.get_ident() != self._thread:
             return
@@ -296,11 +303,11 @@ class CheckpointSaver:
                 else:
                     ticket.wait(Stage.DURABLE, tier=self.places.announced_tier, timeout=timeout)
             except (ResiliencyError, OSError, RuntimeError) as error:
-                # Boundary: the user asked for a path, and gets it; why it is not there is said here.
+                # Boundary: the user asked for a path and gets it. The warning says why no checkpoint is there.
                 logger.warning("there is no checkpoint at %s yet: %s", path, error)
 
     def _is_there(self, ticket: Ticket) -> bool:
-        """True when the save's names are where users look, or will never be there."""
+        """True when the save is committed on the tier where users look for its names, or will not go to that tier."""
         tier = self.places.announced_tier
         if tier == LOCAL:
             return ticket.has_reached(Stage.COMMITTED)
@@ -310,7 +317,7 @@ class CheckpointSaver:
 
     @contextmanager
     def collect(self, *, overlap: bool = False) -> Iterator[None]:
-        """All saves requested in the block are one step under several names, written once.
+        """Turns all saves requested in the block into one step with several names, written once, at its end.
 
         ``overlap``: the trainer runs another batch next, so that tensors may be copied late.
         """
@@ -324,10 +331,10 @@ class CheckpointSaver:
 
     @contextmanager
     def collect_for_later(self) -> Iterator[None]:
-        """As :meth:`collect`, in ``on_train_batch_end`` of a callback: saves after the module's own hook of that name.
+        """Like :meth:`collect`, but for ``on_train_batch_end``: saves after the module's own hook of that name.
 
-        What that hook changes (a moving average, often) is then part of the save. If it raises, the requests wait for
-        the next :meth:`collect`, which is that of ``on_exception``.
+        So the save contains what that hook changes, often a moving average. If the hook raises, the requests wait for
+        the next :meth:`collect`, which is in ``on_exception``.
         """
         self._collecting = True
         try:
@@ -342,17 +349,17 @@ class CheckpointSaver:
             pass
 
     def save(self, path: str) -> None:
-        """Saves the current step under this path. Blocks: for the copy of what is not copied late."""
+        """Saves the current step under this path. Blocks: for the copy of the tensors that are not copied late."""
         self._save_paths.append(path)
         self._carry_out_unless_collecting()
 
     def save_unnamed(self) -> None:
-        """Saves the current step on all tiers under no name: it is there for a resume, until a newer one is."""
+        """Saves the current step on all tiers without a name; it serves a resume until a newer step replaces it."""
         self._unnamed = True
         self._carry_out_unless_collecting()
 
     def save_at_once(self, path: str, timeout: timedelta) -> None:
-        """Saves the current step under this path, also while requests are collected, and waits until it is there.
+        """Saves the current step under this path, even within :meth:`collect`, and waits until the checkpoint exists.
 
         Blocks: for the copy and up to ``timeout`` for the commit.
         """
@@ -366,10 +373,10 @@ class CheckpointSaver:
     def save_to_leave(self, path: str, timeout: timedelta) -> Ticket | None:
         """Saves the current step under this path on all tiers, before the process ends.
 
-        Blocks: up to ``timeout`` for the save before it, and for the copy.
+        Blocks: up to ``timeout`` for the previous save to be recorded, and for the copy.
 
         Returns:
-            None when it could not be saved.
+            The ticket of the save; None when the step could not be saved.
         """
         if self.engine is not None:
             self.engine.flush(Stage.RECORDED, timeout=timeout)
@@ -381,10 +388,12 @@ class CheckpointSaver:
         return self._tickets.get(self.name_of(path) or "")
 
     def collect_from_trainer(self, path: str) -> None:
-        """Asks for a save through a ``trainer.save_checkpoint`` that other code has replaced; :meth:`save_collected`
-        follows. It sees every path, and nothing is saved when it does not call Lightning's.
+        """Requests a save through a ``trainer.save_checkpoint`` that other code has replaced. Call
+        :meth:`save_collected` afterwards.
 
-        Collective: yes, Lightning's has a barrier. Raises: what the other code raises.
+        The replacement sees every path. When it does not call Lightning's method, nothing is saved.
+
+        Collective: yes, because Lightning's method has a barrier. Raises: what the replacement raises.
         """
 
         def catch(checkpoint: dict[str, Any], filepath: Any) -> bool:
@@ -398,13 +407,15 @@ class CheckpointSaver:
             self._trainer.save_checkpoint(path, self._callback.save_weights_only)
 
     def save_collected(self) -> None:
-        """Saves what was asked for, unless more is to be asked for in the same hook."""
+        """Saves what :meth:`collect_from_trainer` has requested; within :meth:`collect`, that does it at its end."""
         self._carry_out_unless_collecting()
 
     def link(self, path: str, linkpath: str) -> None:
-        """Makes ``linkpath`` another name of the step of ``path``; saves again if that was saved in an earlier hook.
+        """Makes ``linkpath`` another name of the step of ``path``.
 
-        While training it is a hard link, which outlives ``path``; at the end it becomes a symbolic one.
+        If ``path`` was saved in an earlier hook, the current step is saved under ``linkpath`` instead.
+
+        During training ``linkpath`` is a hard link, which outlives ``path``; at the end it becomes a symbolic link.
         """
         self._links[linkpath] = path
         if path not in self._save_paths:
@@ -416,7 +427,8 @@ class CheckpointSaver:
         self._carry_out_unless_collecting()
 
     def remove(self, path: str) -> None:
-        """Removes a checkpoint, the engine's or a file of the stock class, once a newer one is durable."""
+        """Requests the removal of a checkpoint of the engine or of the stock class; it is kept until a newer one is
+        safe."""
         name = self.name_of(path)
         if name is None or is_stock(path):
             self._stock_removals.append((self._trainer.global_step, path))
@@ -455,7 +467,8 @@ class CheckpointSaver:
             finally:
                 self._everywhere = everywhere
         except BaseException:
-            # Such as of a hook that had to give its state. The stock class notes a save when it was taken.
+            # For example from a hook that returns state. Undo the note of the save, because the stock class notes only
+            # saves that were taken.
             if before is not None:
                 self._callback._last_global_step_saved, self._callback._last_checkpoint_saved = before
             raise
@@ -481,7 +494,7 @@ class CheckpointSaver:
         try:
             return self._take(engine, path, names, supersedes, dumped, trace)
         except BaseException as error:
-            trace.end(f"{type(error).__name__}: {error}")  # before the engine had it; else it has ended
+            trace.end(f"{type(error).__name__}: {error}")  # no effect if the engine has ended the trace already
             raise
 
     def _take(
@@ -512,7 +525,7 @@ class CheckpointSaver:
         score = vars(callback)["best_k_models"].get(path)
         if score is not None and callback.monitor:
             info[callback.monitor] = float(score)
-        # For example in the middle of gradient accumulation; a resume then prefers another save of this step.
+        # Not exact, for example, in the middle of gradient accumulation; a resume prefers another save of this step.
         exact = stripped is None and (per_rank is None or not per_rank["rank_state"]["caveats"])
         rules = self._adapter.tensor_rules(trainer)
         try:
@@ -526,7 +539,8 @@ class CheckpointSaver:
                 exact=exact,
                 lazy=rules.may_copy_late if self._lazy and self._overlap and self.session.lazy else False,
                 replicated=rules.is_replicated,
-                # What may be the last save is not left where it ends with the host. By facts that all ranks share.
+                # A save that may be the last one goes to all tiers, because the local one may be lost with its host.
+                # Decided by facts that all ranks share.
                 everywhere=self._everywhere or _lightning.reached_its_end(trainer) or trainer.should_stop,
                 trace=trace,
             )
@@ -552,13 +566,14 @@ class CheckpointSaver:
         if engine.pending:
             self.session.fence_before_steps()
         if ends and not self._others_may_be_missing:
-            # The end of training would wait for it a moment later; so it is there in other callbacks' on_train_end.
+            # The end of training would wait for this save a moment later. Waiting now makes the checkpoint exist in the
+            # on_train_end of other callbacks.
             self.session.fence()
             self.settle(Stage.COMMITTED, self._flush_timeout)
         return True
 
     def _write_as_stock(self, state: dict[str, Any], names: list[str], refusal: Exception) -> bool:
-        """Saves what the engine has refused as the stock class does; True when it did, or another rank does."""
+        """Saves, on rank 0, with ``torch.save`` a state that the engine has refused. Returns False when that fails."""
         if not self._stock_writer.write(state, [os.path.join(self.places.dirpath, name) for name in names], refusal):
             self._not_saved(names)
             return False
@@ -578,8 +593,8 @@ class CheckpointSaver:
             self._names.update(names)
 
     def save_outcome(self, outcome: Outcome) -> None:
-        """Handles an outcome on the announced tier: once users see the checkpoint, notifies the loggers; once it
-        survives a power loss, as far as the tier can do that, removes the stock files it replaces."""
+        """Handles an outcome of a save. Once users see the checkpoint on the announced tier, notifies the loggers. Once
+        it is durable there (committed, if the tier cannot be durable), removes the stock files that it replaces."""
         if outcome.stage is Stage.COMMITTED and outcome.tier == LOCAL:
             heartbeat.committed(outcome.step)
         local = self.places.announced_tier == LOCAL
@@ -597,11 +612,11 @@ class CheckpointSaver:
                 for log in self._trainer.loggers:
                     log.after_save_checkpoint(proxy(self._callback))
             except Exception as error:
-                self.session.logger_error = error  # the user's, wherever the outcome was delivered
+                self.session.logger_error = error  # settle() raises it, because it comes from the user's code
                 raise
 
     def _remove_stock_files(self, step: int) -> None:
-        """Removes the files of the stock class that a checkpoint of this step, or an earlier one, replaces."""
+        """Removes the files of the stock class whose removal was requested at this step or an earlier one."""
         due = [path for number, path in self._stock_removals if number <= step]
         self._stock_removals = [item for item in self._stock_removals if item[0] > step]
         for path in due:

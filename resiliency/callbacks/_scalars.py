@@ -1,4 +1,4 @@
-"""TensorBoard scalars: to the Trainer's own TensorBoardLogger, or to a folder; callbacks of one Trainer share them."""
+"""TensorBoard scalars, shared by the callbacks of a Trainer: written to its TensorBoardLogger or to a folder."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ __all__ = ["Scalars", "open_scalars", "summary_writer", "tensorboard_logger"]
 
 logger = logging.getLogger(__name__)
 
-#: Of a remote folder.
+#: Of a remote folder: time between two uploads, and time limit of one upload and of the last ones.
 _EVERY = timedelta(seconds=30)
 _FLUSH_TIMEOUT = timedelta(seconds=30)
 
 
 class Scalars:
-    """Where scalars of one fit go. Each callback that has opened it closes it; the last one ends it.
+    """The scalars of one fit, shared by callbacks. Each callback calls ``open`` and ``close``; the last ``close``
+    flushes, and closes what this library has opened.
 
-    Thread: the training thread. Writing costs some ten microseconds; files are written by a thread of TensorBoard's.
+    Thread: the training thread. A write costs some ten microseconds, because a thread of TensorBoard writes the files.
     """
 
     def __init__(self, writer: Any, folder: RemoteFolder | None) -> None:
@@ -36,7 +37,7 @@ class Scalars:
         self._last: dict[str, int] = {}
 
     def write(self, tag: str, value: float, step: int) -> None:
-        """Does nothing for a tag that another callback has written for this step, or when writing has failed."""
+        """Writes a value; nothing if another callback has written this tag for this step, or if a write has failed."""
         if self._last.get(tag) != step:
             self._last[tag] = step
             self._try(lambda: self._writer.add_scalar(tag, value, step))
@@ -59,24 +60,24 @@ class Scalars:
         return self._users > 0
 
     def close(self) -> None:
-        """Blocks: for a remote folder, half a minute at most."""
+        """Ends one callback's use. Blocks: the last call, for a remote folder, up to 30 s."""
         self._users -= 1
         if self._users:
             return
         if self._folder is None:
-            self._try(self._writer.flush)  # the logger's, who closes it
+            self._try(self._writer.flush)  # not closed here: the writer belongs to the TensorBoardLogger
             return
         self._try(self._writer.close)
         self._folder.close()
 
 
-#: Of a trainer, by folder.
+#: The scalars of each trainer, by ``tb_dir``.
 _open: weakref.WeakKeyDictionary[Any, dict[str | None, Scalars]] = weakref.WeakKeyDictionary()
 
 
 def open_scalars(trainer: Any, tb_dir: str | None) -> Scalars | None:
-    """Of this rank; to be closed by its user. None where nothing is to be written: on other ranks than 0, with
-    ``fast_dev_run``, and without ``tb_dir`` where the Trainer has no TensorBoardLogger.
+    """Opens the scalars of this rank; the caller must close them. Returns None when nothing is to be written: on ranks
+    other than 0, with ``fast_dev_run``, and if ``tb_dir`` is None and the Trainer has no TensorBoardLogger.
 
     Raises:
         ConfigError: no package can write for TensorBoard, or the folder cannot be used.
@@ -94,7 +95,7 @@ def open_scalars(trainer: Any, tb_dir: str | None) -> Scalars | None:
 
 
 def tensorboard_logger(trainer: Any) -> Any:
-    """The Trainer's TensorBoardLogger, or a class of the user's derived from it; None where there is none."""
+    """The Trainer's first TensorBoardLogger, or instance of a class derived from it; None when it has none."""
     for logger in trainer.loggers:
         if any(cls.__name__ == "TensorBoardLogger" for cls in type(logger).__mro__):
             return logger
@@ -118,7 +119,7 @@ def _of_folder(tb_dir: str) -> Scalars:
 
 
 def _free(tb_dir: str, name: str) -> str:
-    """Two jobs may begin in one second."""
+    """``name``, or ``name-2``, ``name-3``, ... if a local folder has it already: two jobs may begin in one second."""
     number, free = 1, name
     while Path(tb_dir, free).exists():
         number, free = number + 1, f"{name}-{number}"

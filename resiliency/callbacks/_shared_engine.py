@@ -1,4 +1,4 @@
-"""An engine shared by callbacks of one trainer, with what its fence has found."""
+"""A checkpoint engine shared by callbacks of one trainer; notices at the fence that a late copy was spoilt."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class SharedEngine:
         """Waits until no pending copy reads live tensors. Blocks: up to the engine's ``fence_timeout``.
 
         Returns:
-            seconds waited, and False when the engine has given up a save because tensors changed while they were
-            copied. Of that save nothing is left, neither files nor names.
+            The seconds waited, and False when the engine has given up a save because tensors changed while they were
+            copied. Neither files nor names of that save are left.
         """
         waited = self.engine.fence() if self.engine.pending else 0.0
         before, self._torn = self._torn, self.engine.torn

@@ -20,7 +20,7 @@ _observers: weakref.WeakKeyDictionary[Any, StepObserver] = weakref.WeakKeyDictio
 
 
 def step_observer(trainer: Any) -> StepObserver:
-    """The observer of a trainer's steps, the same for all its fits; subscribers must not hold the trainer.
+    """The observer of a trainer's steps, one for all its fits. Subscribers must not hold a reference to the trainer.
 
     Thread: the training thread.
     """
@@ -32,8 +32,9 @@ def step_observer(trainer: Any) -> StepObserver:
 
 
 class _Beats(StepSubscriber):
-    """Tells whoever watches that the rank makes progress from batch to batch, and that it waits for the first one of an
-    epoch. What happens at the end of an epoch and in a validation, hooks of the user included, may take any time."""
+    """Turns steps into heartbeats, which supervisors read: progress from batch to batch, and the wait for the first
+    batch of an epoch. It pauses the heartbeat at the end of an epoch and in a validation, because these, with the
+    user's hooks, may take any time."""
 
     def __init__(self) -> None:
         self._step: int | None = None
@@ -62,11 +63,11 @@ class _Beats(StepSubscriber):
 class StepHooks(StockCallback):
     """The hooks that drive the step observer; all callbacks of this library derive from it.
 
-    Lightning calls the hooks only of ``trainer.callbacks``. A separate callback would appear in that list and in
-    checkpoints, and would need a place in the order of hooks. So the callbacks the user passed drive the observer, all
-    of them: the first call for a moment counts and the others change nothing. A user's subclass that leaves out
-    ``super()`` in a hook, or a callback that forwards hooks to one of ours, costs nothing as long as one of ours is
-    called.
+    Lightning calls only the hooks of ``trainer.callbacks``. A separate callback for the observer would appear in that
+    list and in checkpoints, and would need a place in the order of hooks. So all callbacks of this library that the
+    user passed drive the observer: the first call for an event counts, and later calls for it change nothing. A user's
+    subclass that leaves out ``super()`` in a hook, or a callback that forwards its hooks to one of these, does no harm
+    as long as the hook of one of these callbacks is called.
 
     A step ends after the callback's own work in the hook, so that its saves count as part of the step.
     """

@@ -1,4 +1,4 @@
-"""What the callbacks have in common that log steps on rank 0."""
+"""Base class and log function of the callbacks that log steps on rank 0."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 def say(namespace: str, line: str) -> None:
-    """Logs a line for whoever reads this job's log: with this library's logger, or, where logging was not set up to
-    show that, with Lightning's, which is shown. Rank 0."""
+    """Logs a line so that it is shown: with this library's logger, or with Lightning's if Python's logging is not set
+    up to show this library's. Call it on rank 0."""
     if logger.isEnabledFor(logging.INFO) and is_shown(__name__):
         logger.info("%s", line)
     else:
@@ -29,19 +29,19 @@ def say(namespace: str, line: str) -> None:
 
 
 class LogsSteps(StepHooks):
-    """Subscribes to the steps of a fit on rank 0, with scalars for TensorBoard.
+    """Base class: subscribes on rank 0 to the steps of a fit and opens the scalars for TensorBoard.
 
     Args:
-        tb_dir: see the callbacks.
+        tb_dir: folder or address for TensorBoard; None: the Trainer's TensorBoardLogger if it has one.
 
     Raises:
-        ConfigError: ``tb_dir`` is empty.
+        ConfigError: ``tb_dir`` is empty; at the start of a fit, it cannot be used.
     """
 
     def __init__(self, tb_dir: str | os.PathLike[str] | None) -> None:
         super().__init__()
         self._tb_dir = None if tb_dir is None else os.fspath(tb_dir)
-        if self._tb_dir == "":  # a run in it would be a folder of the file system's root
+        if self._tb_dir == "":  # refused, because the folder of a run would lie in the root of the file system
             raise ConfigError("tb_dir='': pass a folder or an address such as gs://bucket/tb, or None")
         self._scalars: Scalars | None = None
         self._subscriber: StepSubscriber | None = None
@@ -50,13 +50,13 @@ class LogsSteps(StepHooks):
         return {**vars(self), "_scalars": None, "_subscriber": None}
 
     def _make_subscriber(self, trainer: Any, scalars: Scalars | None) -> StepSubscriber | None:
-        """Of a fit on rank 0. Must not hold the trainer."""
+        """Returns the subscriber for a fit, on rank 0; None: nothing to log. It must not hold the trainer."""
         raise NotImplementedError
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         require_trainer_of(self.namespace, trainer, type(self).__name__, f"{__package__}.logging")
         super().setup(trainer, pl_module, stage)
-        self._finish(trainer)  # of a fit that Lightning left without its last hooks
+        self._finish(trainer)  # a fit that Lightning ended without its last hooks may have left something open
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_fit_start(trainer, pl_module)

@@ -1,4 +1,4 @@
-"""``StepLoggingCallback``: a line for each step."""
+"""``StepLoggingCallback``: logs a line with its time for each step."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from resiliency.telemetry.step_observer import StepSubscriber, StepTiming
 
 __all__ = ["StepLoggingCallback", "build"]  # noqa: F822 - StepLoggingCallback is built on first use
 
-#: A shorter time between two steps has no line.
+#: Seconds; a shorter time between two steps gets no line.
 _BETWEEN_S = 0.010
 _NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 
 
 class StepLines(StepSubscriber):
-    """The lines of steps. Their wording is scraped, and stays."""
+    """Logs the lines. Do not change their wording, because log scrapers depend on it."""
 
     def __init__(self, namespace: str, scalars: StepScalars | None) -> None:
         self._namespace, self._scalars = namespace, scalars
@@ -54,17 +54,18 @@ class LogsStepTimes(LogsSteps):
         Time between last step end and this step start: 0.034s
         Step 2 time: 0.203s
 
-    The time between steps has a line where it is more than 10 ms. What a step is, and where its time begins, is as for
-    TensorboardCallback, whose scalars this one writes as well.
+    The time between steps gets a line if it is more than 10 ms. Steps and times are defined as in TensorboardCallback;
+    this callback writes the same scalars.
 
-    Thread: the training thread. Collective: no. Costs: what a line of the log does.
+    Thread: the training thread. Collective: no. Costs: one or two log lines per step.
 
     Args:
-        tb_dir: as of TensorboardCallback; None: the Trainer's TensorBoardLogger where there is one.
-        timer_kwargs: ``sync_cuda=True``: times are taken when the work on the GPU is done, which costs some speed.
+        tb_dir: as in TensorboardCallback, except None: the Trainer's TensorBoardLogger if it has one, else no scalars.
+        timer_kwargs: ``{"sync_cuda": True}`` takes times after the GPU has done its work, which slows training down
+            somewhat.
 
     Raises:
-        ConfigError: another key in ``timer_kwargs``; at the start of a fit, ``tb_dir`` cannot be used.
+        ConfigError: ``timer_kwargs`` has another key; at the start of a fit, ``tb_dir`` cannot be used.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Writes the checkpoints that the engine cannot store as the stock class writes all of its own."""
+"""Writes checkpoints that the engine cannot store, in the way of the stock class: with ``torch.save``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class StockWriter:
-    """Takes over the saves of a state that the engine refuses, for one callback in one fit.
+    """Saves states that the engine refuses, for one callback in one fit.
 
-    A state may hold anything. What the engine cannot store ``torch.save`` often can, and what neither can must not end
-    the training: the save is given up. The engine has written the event of its refusal by then.
+    A state may hold any object. ``torch.save`` can often store what the engine cannot. When it cannot either, the save
+    is given up, because training must not end for it. The engine has already written the event of its refusal.
 
     Threads: training thread.
     """
@@ -35,25 +35,30 @@ class StockWriter:
         self._why = ""
 
     def write(self, state: dict[str, Any], paths: Sequence[str], refusal: Exception) -> bool:
-        """Writes a state under these paths, on rank 0. Collective: no.
+        """Writes a state to these paths, on rank 0. Collective: no.
 
-        Blocks: until the files are written, on a disk fsynced, as what they replace may go then.
+        Blocks: until the files are written, and in a folder fsynced, because files that they replace may be removed
+        then.
 
         Args:
-            refusal: why the engine cannot store the state.
+            refusal: the engine's exception.
 
         Returns:
-            False when it cannot be written so either; that is said, and training goes on.
+            False when the state cannot be written; a warning says why. On ranks other than 0 mostly True, because rank
+            0 writes.
         """
         step = self._trainer.global_step
         if isinstance(refusal, WithoutMemory):
-            self._give_up(step, str(refusal), refusal)  # torch.load would refuse what torch.save makes of it
+            self._give_up(step, str(refusal), refusal)  # torch.load would refuse what torch.save writes
             return False
         if not self._trainer.is_global_zero:
             logger.info(
-                "rank %d has no part in the checkpoint of step %d: %s", self._trainer.global_rank, step, refusal
+                "rank %d writes nothing for the checkpoint of step %d; rank 0 writes it with torch.save, because: %s",
+                self._trainer.global_rank,
+                step,
+                refusal,
             )
-            return True  # rank 0 refuses it too and writes it, or is told, and says that there is none
+            return True  # rank 0's engine refuses the state, too; rank 0 writes it, or warns
         try:
             self._write(state, paths)
         except Exception as failure:  # Boundary: a state may hold anything, and training outlives a save of it.
@@ -73,8 +78,8 @@ class StockWriter:
             for path in paths:
                 _lightning.save_as_stock(self._trainer, state, path)
             return
-        # Beside the target and then in its place: where a name is one of our steps, its file must not be written to,
-        # which a move from another file system would do.
+        # Write beside the target and rename. If the name belongs to a step of the engine, that step's file must not be
+        # written to, which a move from another file system would do.
         partial = os.path.join(os.path.dirname(first), partial_name())
         try:
             _lightning.save_as_stock(self._trainer, state, partial)
@@ -98,13 +103,13 @@ class StockWriter:
         self._tell(why, f"no checkpoint at step {step}: {why}. Training goes on, the next save tries again", error)
 
     def _tell(self, kind: str, text: str, error: Exception) -> None:
-        """Warns once of each reason, with a traceback unless the engine's words say what to do."""
+        """Warns once for each reason, with a traceback unless it is a ConfigError, whose message says what to do."""
         level = logging.DEBUG if kind in self._told else logging.WARNING
         logger.log(level, "%s", text, exc_info=None if isinstance(error, ConfigError) else error)
         self._told.add(kind)
 
     def summarise(self) -> None:
-        """Says at the end how many saves were given up."""
+        """Warns how many saves were given up, if more than one. Called at the end of the fit."""
         if len(self._lost) > 1:
             text = "%d saves, the last of step %d, were given up: %s"
             logger.warning(text, len(self._lost), self._lost[-1], self._why)

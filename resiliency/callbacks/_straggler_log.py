@@ -1,4 +1,4 @@
-"""``StragglerLoggingCallback``: which rank holds up the others, by name."""
+"""``StragglerLoggingCallback``: names the ranks that hold up the others."""
 
 from __future__ import annotations
 
@@ -22,18 +22,22 @@ __all__ = ["StragglerLoggingCallback", "build"]  # noqa: F822 - StragglerLogging
 
 logger = logging.getLogger(__name__)
 
-#: For the thread to end; longer only while the store does not answer.
+#: Seconds that close() waits for the thread; the thread takes longer only while the store does not answer.
 _CLOSE_S = 1.0
 
 
 class StepTimesOnStore(StepSubscriber):
-    """Puts this rank's steps on the job's store at intervals, under one key a rank; rank 0 reads all of them.
+    """Publishes this rank's step times in the job's store at intervals, one key per rank; rank 0 reads and logs all.
 
-    Threads: subscribed to in the training thread; the store is used by a thread of this object, which nobody waits for.
+    Threads: ``step_ended`` and ``close`` run in the training thread. A thread of this object uses the store; no step
+    waits for it.
 
     Args:
-        store: a torch store; a connection that nobody else waits on.
+        store: a torch store, over a connection that only this object uses.
         prefix: of the keys, unique for each fit.
+        every: time between two comparisons.
+        factor: as of :class:`LogsStragglers`.
+        namespace: the Lightning package whose logger gets the lines.
     """
 
     def __init__(
@@ -67,19 +71,19 @@ class StepTimesOnStore(StepSubscriber):
                     self._store.set(self._key(self._rank), mine.to_text())
                 if self._rank == 0:
                     self._report(self._read())
-        except RuntimeError as error:  # what torch's stores raise without their server
+        except RuntimeError as error:  # torch's stores raise it when their server is gone
             logger.info("ranks are not compared any more, the job's store is gone: %s", str(error).partition("\n")[0])
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/steps/{rank}"
 
     def _read(self) -> list[RankSteps]:
-        """What ranks have put there since the last look."""
+        """The step times that ranks have published since the last call."""
         found = []
         for rank in range(self._world_size):
             key = self._key(rank)
             if not self._store.check([key]):
-                continue  # it has not ended a step yet
+                continue  # this rank has not ended a step yet
             one = RankSteps.from_text(self._store.get(key))
             if self._seen.get(rank) != one.window:
                 self._seen[rank] = one.window
@@ -95,21 +99,23 @@ class StepTimesOnStore(StepSubscriber):
 
 
 class LogsStragglers(StepHooks):
-    """Logs on rank 0 how far the ranks are apart, and warns of those that hold up the others, with rank and host.
+    """Logs on rank 0 how much the ranks' step times differ, and warns of ranks that hold up the others, with host.
 
-    Ranks are compared by the work of their own: waiting for data and the forward pass, before they first wait for one
-    another. On a GPU the forward pass returns before it is done; with ``StepLoggingCallback(timer_kwargs={"sync_cuda":
-    True})`` its time is that of the GPU. The figures go through the job's store, in the background: no step waits. A
-    rank that is lost or hangs is missing from the line, and delays nobody.
+    Ranks are compared by their own work in a step: waiting for data and the forward pass, before the ranks first wait
+    for one another. On a GPU the forward pass returns before the GPU has done it; with
+    ``StepLoggingCallback(timer_kwargs={"sync_cuda": True})`` the GPU's time is measured. The times go through the job's
+    store in the background, so that no step waits. A rank that is lost or hangs is missing from the line and delays no
+    other rank.
 
-    Thread: the training thread, and one of its own. Collective: at the start of training, for a moment.
+    Thread: the training thread, and a thread of its own. Collective: at the start of training, for a moment.
 
     Args:
-        every: between two comparisons.
-        factor: own work of more than so many times the median is a straggler's, where it is also 2% of the step more.
+        every: time between two comparisons.
+        factor: a rank is a straggler when its own work takes more than ``factor`` times the median of the ranks, and
+            exceeds the median by more than 2% of its step and more than 1 ms.
 
     Raises:
-        ConfigError: a value that cannot work.
+        ConfigError: an argument has a value that cannot work.
     """
 
     def __init__(self, *, every: timedelta = timedelta(seconds=30), factor: float = 1.5) -> None:

@@ -1,4 +1,4 @@
-"""``TensorboardCallback``: step times for TensorBoard."""
+"""``TensorboardCallback``: writes step times for TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["StepScalars", "TensorboardCallback", "build"]  # noqa: F822 - Tensor
 
 
 class StepScalars(StepSubscriber):
-    """Writes ``train/step_time``, ``train/between_steps`` and ``train/num_gpus``, seconds and a number, at each step.
+    """Writes ``train/step_time`` and ``train/between_steps`` (seconds) and ``train/num_gpus`` (ranks) at each step.
 
-    Of the first step of a fit, what was before it is no time between steps, and is left out.
+    The first step of a fit has no ``train/between_steps``, because no step was before it.
     """
 
     def __init__(self, scalars: Scalars, *, ranks: int) -> None:
@@ -38,17 +38,19 @@ class StepScalars(StepSubscriber):
 class WritesScalars(LogsSteps):
     """Writes step time, time between steps and the number of ranks to TensorBoard, on rank 0.
 
-    A step is an optimizer step: of several batches where gradients accumulate. Its time runs from the arrival of its
-    first batch to the end of its last, without validations; the time between steps from there to the next arrival.
+    A step is an optimizer step; with gradient accumulation it has several batches. Its time runs from the arrival of
+    its first batch to the end of its last batch, without validations. The time between steps runs from there to the
+    arrival of the next step's first batch.
 
     Thread: the training thread. Collective: no.
 
     Args:
-        tb_dir: folder or address; a run is a folder in it, ``run-`` and the time. An address as gs://bucket/tb is
-            written to in the background, every half a minute. None: the Trainer's own TensorBoardLogger.
+        tb_dir: folder or address in which each fit gets a folder ``run-<UTC time>``. An address such as gs://bucket/tb
+            is written to in the background every 30 s. None: the Trainer's own TensorBoardLogger.
 
     Raises:
-        ConfigError: at the start of a fit, there is nothing to write with, or nowhere to write to.
+        ConfigError: at the start of a fit, no TensorBoard package is installed, ``tb_dir`` cannot be used, or it is
+            None and the Trainer has no TensorBoardLogger.
     """
 
     def __init__(self, tb_dir: str | os.PathLike[str] | None) -> None:
@@ -56,7 +58,7 @@ class WritesScalars(LogsSteps):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        # On all ranks: when one alone raises, the others wait for it.
+        # On all ranks, because when only one rank raises, the others wait for it.
         if stage == "fit" and self._tb_dir is None and not trainer.fast_dev_run and tensorboard_logger(trainer) is None:
             raise ConfigError(
                 "TensorboardCallback(None) writes to the Trainer's TensorBoardLogger, and there is none: pass a folder"

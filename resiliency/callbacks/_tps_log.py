@@ -1,4 +1,4 @@
-"""``TPSLoggingCallback``: tokens (or samples) per second."""
+"""``TPSLoggingCallback``: logs tokens (or samples) per second."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ class Throughput(StepSubscriber):
 
 
 class LogsThroughput(LogsSteps):
-    """Logs tokens per second of each step, of all ranks together, on rank 0: ``TPS for step 2: 20177.340``.
+    """Logs on rank 0 the tokens per second of each step, over all ranks: ``TPS for step 2: 20177.340``.
 
-    They are the tokens of an optimizer step over its time, as StepLoggingCallback has it: without the time between
-    steps. The scalar is ``train/tps``.
+    The figure is the number of tokens of an optimizer step divided by the step time that StepLoggingCallback logs,
+    which does not include the time between steps. The scalar is ``train/tps``.
 
     Thread: the training thread. Collective: no.
 
     Args:
-        gbs: sequences (samples) of an optimizer step, of all ranks and accumulated batches together.
-        seq_length: tokens of a sequence; 1 for samples per second.
-        tb_dir: as of TensorboardCallback; None: the Trainer's TensorBoardLogger where there is one.
+        gbs: global batch size: sequences (samples) per optimizer step, over all ranks and accumulated batches.
+        seq_length: tokens per sequence; 1 for samples per second.
+        tb_dir: as in TensorboardCallback, except None: the Trainer's TensorBoardLogger if it has one, else no scalars.
 
     Raises:
-        ConfigError: a number below 1; at the start of a fit, ``tb_dir`` cannot be used.
+        ConfigError: ``gbs`` or ``seq_length`` is no whole number of at least 1; at the start of a fit, ``tb_dir``
+            cannot be used.
     """
 
     def __init__(self, gbs: int, seq_length: int, tb_dir: str | os.PathLike[str] | None = None) -> None:

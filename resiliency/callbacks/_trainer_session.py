@@ -1,8 +1,9 @@
 """State shared by the checkpoint callbacks of one trainer: engines by directory and run, and the resume.
 
-Nothing is opened before it is needed. A session that Lightning left without its last hooks (another callback raised in
-``on_exception``) is closed by the next one in the process; Lightning offers no moment before. In a process that
-Lightning has spawned an exception reaches no hook at all: there the end of the process closes it.
+An engine is opened only when it is needed. If Lightning does not call the last hooks of a fit (because another callback
+raised in ``on_exception``), the next session in the process closes the session of that fit; Lightning offers no earlier
+moment. In a process that Lightning has spawned, an exception reaches no hook at all, so the end of the process closes
+the session.
 """
 
 from __future__ import annotations
@@ -66,19 +67,19 @@ class TrainerSession:
         self.engines: dict[EngineKey, SharedEngine] = {}
         #: Users of each engine, open or not.
         self.users: dict[EngineKey, list[EngineUser]] = {}
-        #: Names in use below each dirpath, the same on every rank: on disk, or of a save in flight.
+        #: Names in use below each dirpath, on disk or of a save in flight. The same on every rank.
         self.names: dict[str, set[str]] = {}
-        #: Paths whose removal was requested, and which have not been saved again since.
+        #: Paths whose removal was requested and that have not been saved again since.
         self.going: set[str] = set()
-        #: Training has begun in this fit.
+        #: True once training has begun in this fit.
         self.training = False
-        #: Seconds that the end of this fit has waited for saves.
+        #: Seconds that this fit has waited for saves in settle(), for all its callbacks together.
         self.waited_at_end = 0.0
-        #: What a logger raised when it was told of a save.
+        #: The exception that a logger raised when it was notified of a save.
         self.logger_error: Exception | None = None
-        #: False once something has changed tensors while they were copied late, or would have.
+        #: Whether tensors may be copied late; False once something has changed them between a batch and its fence.
         self.lazy = True
-        #: Called with the places of each save that begins: its trace, None when it is not traced.
+        #: Called with the engine's key when a save begins; returns its trace, or None when the save is not traced.
         self.trace_save: Callable[[EngineKey], SaveTrace | None] = _no_trace
         self._early_changes = EarlyChanges()
         self.resume = Resume(trainer, self.engines, self.users)
@@ -111,10 +112,10 @@ class TrainerSession:
         others.append(user)
 
     def open(self, places: CheckpointPlaces, options: CheckpointerOptions) -> SharedEngine:
-        """The engine of these places; opened by its first user. Collective: yes.
+        """The engine of these places; the first call opens it. Collective: yes.
 
         Raises:
-            TierError, AgentError, OSError: it cannot be used; every rank gets one of them.
+            TierError, AgentError, OSError: the engine cannot be used; every rank gets one of these errors.
         """
         key = places.key
         shared = self.engines.get(key)
@@ -132,26 +133,27 @@ class TrainerSession:
             shared = self.engines[key] = SharedEngine(engine, places)
             _live.add(self)
             _close_at_the_end_of_a_spawned_process()
-            # Steps are written into the log of the first engine, unless another log has them already.
+            # The events of steps go into the log of the first engine, unless another log gets them already.
             if self._step_events is None:
                 self._step_events = log_steps(self.steps, lambda: engine.session.events)
         return shared
 
     def _sinks(self) -> tuple[EventSink, ...]:
-        """Where callbacks of the trainer want events, too: of the engine into whose log the steps will go."""
+        """The trainer's callbacks' event sinks, for the engine whose log gets the steps; () for the other engines."""
         if any(isinstance(one, StepEvents) for one in self.steps.subscribers):
             return ()
         return tuple(sink for callback in self.trainer.callbacks for sink in getattr(callback, "event_sinks", ()))
 
     def level_lines(self) -> None:
-        """Makes all engines save in one line of descent, so that steps in several folders can be compared."""
+        """Gives all engines the highest line of descent among them, so that steps in several folders are comparable."""
         if len(self.engines) > 1:
             line = max(shared.engine.line for shared in self.engines.values())
             for shared in self.engines.values():
                 shared.engine.rise_to_line(line)
 
     def release(self, user: EngineUser, *, close: Callable[[Checkpointer], None]) -> None:
-        """Ends one callback's use of an engine; the last user closes it, and the last user of all ends the session."""
+        """Ends one callback's use of an engine. The engine's last user closes it with ``close``; the last user of any
+        engine ends the session."""
         key = user.places.key
         users = self.users.get(key, [])
         if user in users:
@@ -185,7 +187,7 @@ class TrainerSession:
             del self.trainer.__dict__[_ATTRIBUTE]
 
     def abandon(self) -> None:
-        """Closes everything after a fit that ended without its last hooks. Blocks: for a copy in progress."""
+        """Closes all engines after a fit that ended without its last hooks. Blocks: until running copies are done."""
         self.users.clear()
         for key in list(self.engines):
             try:
@@ -196,11 +198,12 @@ class TrainerSession:
 
     @property
     def is_abandoned(self) -> bool:
-        """True when the trainer has ended its fit, but its last hooks did not reach all callbacks."""
+        """True when the trainer does not run any more: then its last hooks did not reach all callbacks."""
         return bool(self.trainer.state.status != "running")
 
     def warm_up(self, key: EngineKey, expected: Mapping[str, Tensor]) -> None:
-        """Prepares shard files for these tensors; once per engine. Blocks: first touch, about 1-3 s per GiB."""
+        """Prepares shard files for these tensors, once per engine. Blocks: about 1-3 s per GiB, because each page of
+        the files is touched for the first time."""
         shared = self.engines[key]
         if not shared.warm:
             shared.warm = True
@@ -209,7 +212,7 @@ class TrainerSession:
     # -- outcomes of saves ----------------------------------------------------------------------------------------
 
     def register_save(self, key: EngineKey, ticket: Ticket, receiver: OutcomeReceiver) -> None:
-        """Registers ``receiver`` for the outcomes of a save."""
+        """Registers ``receiver`` for the outcomes of a save; it is held weakly, and only for the last 256 saves."""
         self._receivers[key, ticket.id] = weakref.ref(receiver)
         for old in list(self._receivers)[:-_DELIVERED_SAVES]:
             del self._receivers[old]
@@ -217,7 +220,7 @@ class TrainerSession:
         self.steps.save_in_flight = True
 
     def deliver_outcomes(self) -> None:
-        """Delivers the outcomes of saves to the callbacks that took them. Blocks: no."""
+        """Delivers new outcomes to the callbacks that requested the saves. Blocks: no."""
         for key, shared in list(self.engines.items()):
             for outcome in shared.engine.poll():
                 if outcome.tier == LOCAL:
@@ -230,7 +233,10 @@ class TrainerSession:
     # -- fence ----------------------------------------------------------------------------------------------------
 
     def fence(self) -> float:
-        """Waits until no pending copy of any engine reads live tensors. Returns seconds."""
+        """Waits until no pending copy of any engine reads live tensors. Returns the seconds waited.
+
+        Blocks: up to ``fence_timeout`` of each engine.
+        """
         waited = 0.0
         if self._early_changes.end() and self.lazy:
             self.lazy = False
@@ -247,13 +253,13 @@ class TrainerSession:
         return waited
 
     def batch_ended(self) -> None:
-        """Call it at the end of a batch after all that may change parameters there."""
-        # A raw optimizer that the module steps by itself is not fenced before the first late copy.
+        """Starts to watch for changes of tensors. Call it at the end of a batch, after hooks that may change them."""
+        # Not with manual optimization: before the first late copy nothing fences the module's own optimizer steps.
         if self.lazy and self.trainer.lightning_module.automatic_optimization:
             self._early_changes.begin(self.trainer)
 
     def fence_before_steps(self) -> None:
-        """Fences also before optimizer steps of which Lightning's hooks do not tell. Idempotent; undone at the end."""
+        """Fences also before optimizer steps for which Lightning calls no hook. Idempotent; ``end`` undoes it."""
         if self._optimizer_hook is None:
             weak = weakref.WeakMethod(self._before_any_step)  # torch keeps the hook for the life of the process
 
@@ -274,7 +280,7 @@ class TrainerSession:
     def _before_any_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not any(shared.engine.pending for shared in self.engines.values()):
             return
-        # With a closure in automatic optimisation the forward comes later, and on_before_optimizer_step fences.
+        # With a closure in automatic optimisation the step runs the forward, and on_before_optimizer_step fences later.
         with_closure = bool(args[1:]) or bool(kwargs.get("closure"))
         if (
             with_closure
@@ -301,16 +307,16 @@ def _close_abandoned(new: TrainerSession) -> None:
 
 
 def sessions_using(key: EngineKey) -> list[TrainerSession]:
-    """Those of fits that are not over and have the engine of these places open in this process."""
+    """The sessions in this process that have this engine open and whose fit still runs."""
     return [session for session in list(_live) if key in session.engines and not session.is_abandoned]
 
 
-#: Process whose end closes what is open.
+#: Id of the spawned process that has registered _close_live for its end; 0: none.
 _spawned = 0
 
 
 def _close_at_the_end_of_a_spawned_process() -> None:
-    """Such a process ends without ``atexit``. Idempotent."""
+    """In a spawned process, registers that its end closes all sessions, because it runs no ``atexit``. Idempotent."""
     global _spawned
     if multiprocessing.parent_process() is not None and _spawned != os.getpid():
         _spawned = os.getpid()
@@ -339,12 +345,12 @@ def trainer_session(trainer: Any) -> TrainerSession:
 
 
 def places_loaders(trainer: Any) -> bool:
-    """True when the fit opens its train loaders at positions that a checkpoint of this library has of each rank."""
+    """True when the fit will open its train loaders at the positions of this rank that a restored checkpoint holds."""
     found: TrainerSession | None = trainer.__dict__.get(_ATTRIBUTE)
     state = found.resume.rank_state if found is not None else None
     return state is not None and state.is_pending
 
 
 def load_in_session(trainer: Any, path: str, weights_only: bool | None) -> dict[str, Any] | None:
-    """Loads one of our checkpoints for Lightning; None when ``path`` is a stock one. Collective: yes, in a fit."""
+    """Loads a checkpoint of this library for Lightning; None when ``path`` is a stock one. Collective: in a fit."""
     return trainer_session(trainer).resume.load(path, weights_only)

@@ -1,7 +1,8 @@
-"""Markers of the guide's library: an empty file ``step=5-unfinished`` beside a checkpoint that is being written.
+"""The guide's markers: an empty file ``step=5-unfinished`` beside a checkpoint that is being written.
 
-The engine needs none, because a step of its own exists once it is committed. Scripts that write or delete checkpoints
-by themselves use them, and :func:`resiliency.plugins._ckpt_utils.find_latest_checkpoint_path` minds them.
+The engine needs no markers, because its checkpoints get their names only when they are committed. Scripts that write or
+delete checkpoints themselves use them, and :func:`resiliency.plugins._ckpt_utils.find_latest_checkpoint_path` skips
+checkpoints that have one.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 class UnfinishedMarkers:
-    """The static methods of ``ModelCheckpoint``. With a barrier they are collective, where there is a process group;
-    it ends after the group's timeout."""
+    """Static methods of ``ModelCheckpoint`` that handle markers. With a barrier they are collective if a process group
+    exists, and block up to the group's timeout."""
 
     UNFINISHED_CHECKPOINT_SUFFIX = UNFINISHED_CHECKPOINT_SUFFIX
 
@@ -34,14 +35,14 @@ class UnfinishedMarkers:
 
     @staticmethod
     def is_checkpoint_unfinished(checkpoint_path: str | os.PathLike[str]) -> bool:
-        """True when the marker is there."""
+        """True when the checkpoint has a marker."""
         return unfinished_marker_path(checkpoint_path).exists()
 
     @staticmethod
     def set_checkpoint_unfinished_marker(
         checkpoint_path: str | os.PathLike[str], barrier_after: bool = False, is_checkpoint_file_handler: bool = True
     ) -> None:
-        """Makes the marker, on ranks that handle files; it is on the disk when this returns.
+        """Creates the marker if ``is_checkpoint_file_handler``; it is on the disk when this returns.
 
         Collective: with ``barrier_after``. Raises: OSError.
         """
@@ -57,10 +58,10 @@ class UnfinishedMarkers:
     def remove_checkpoint_unfinished_marker(
         checkpoint_path: str | os.PathLike[str], barrier_before: bool = False, is_checkpoint_file_handler: bool = True
     ) -> None:
-        """Removes the marker, on ranks that handle files; nothing happens when there is none.
+        """Removes the marker, if it exists and ``is_checkpoint_file_handler``.
 
-        Collective: with ``barrier_before``. Raises: OSError; RuntimeError, with the marker left, when a rank is missing
-        at the barrier.
+        Collective: with ``barrier_before``. Raises: OSError; RuntimeError when a rank is missing at the barrier (the
+        marker is then left).
         """
         if barrier_before:
             _barrier()
@@ -71,10 +72,10 @@ class UnfinishedMarkers:
     def _remove_unfinished_checkpoints(
         checkpoint_dir: str | os.PathLike[str], is_checkpoint_file_handler: bool = True
     ) -> None:
-        """Deletes the checkpoints with a marker that lie directly in a folder, then their markers.
+        """Deletes the checkpoints directly in a folder that have a marker, then the markers.
 
-        Checkpoints of this library are left: whether they are whole does not depend on a marker. What other ranks
-        delete at the same time is not missed.
+        Checkpoints of this library are kept, because a marker says nothing about them. Other ranks may delete the same
+        files at the same time.
         """
         folder = Path(checkpoint_dir)
         if not is_checkpoint_file_handler or not folder.is_dir():
@@ -84,18 +85,22 @@ class UnfinishedMarkers:
         for marker, paths in marked.items():
             for path in paths:
                 if not is_stock(str(path)):
-                    logger.warning("%s is kept though %s is there: the engine says itself what is whole", path, marker)
+                    logger.warning(
+                        "%s is kept despite the marker %s: this library wrote it, and its manifest says whether it is complete",
+                        path,
+                        marker,
+                    )
                     continue
                 logger.warning("%s is deleted, because %s says that it is unfinished", path, marker)
                 if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path, ignore_errors=True)  # also by another host at this moment
+                    shutil.rmtree(path, ignore_errors=True)  # another host may delete it at this moment, too
                 else:
                     path.unlink(missing_ok=True)
                 if os.path.lexists(path):
                     logger.warning("%s could not be deleted whole; %s stays", path, marker)
                     break
             else:
-                marker.unlink(missing_ok=True)  # last: until then what is left counts as unfinished
+                marker.unlink(missing_ok=True)  # last, so that a checkpoint deleted in part counts as unfinished
 
 
 def _is_of(path: Path, marker: Path) -> bool:

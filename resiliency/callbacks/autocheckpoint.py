@@ -1,12 +1,13 @@
-"""``AutoCheckpointCallback``: saves and leaves when the job is to go, and is found by the next start.
+"""``AutoCheckpointCallback``: saves a checkpoint and exits when the job is preempted; the next start resumes from it.
 
 ``from resiliency.callbacks.autocheckpoint import AutoCheckpointCallback`` gives the class for the Lightning that is
 imported (``lightning.pytorch`` or ``pytorch_lightning``); ``build(namespace)`` gives it for a named one.
 
-Stock Lightning answers SIGTERM with a collective operation in the signal handler, and hangs when ranks are not all at
-the same place, which they hardly ever are; it then exits with 0, which launchers take for success. Here a signal only
-sets a flag. The rank that was told tells the others through the job's store, each publishes the batch it is in, and all
-stop at the end of the last of these (:mod:`resiliency.preemption.position`). No step waits for anything before that.
+Stock Lightning answers SIGTERM with a collective operation in the signal handler. It hangs unless all ranks are at the
+same place, which they hardly ever are, and it exits with 0, which launchers take for success. Here a signal only sets a
+flag. The rank that got the notice announces it to the other ranks through the job's store, each rank publishes the
+batch it is in, and all ranks stop at the end of the latest of these batches (:mod:`resiliency.preemption.position`).
+Without a notice no step waits for anything.
 """
 
 from __future__ import annotations
@@ -46,44 +47,50 @@ __all__ = ["AutoCheckpointCallback", "Preempted", "build"]  # noqa: F822 - AutoC
 
 logger = logging.getLogger(__name__)
 
-#: Of the checkpoint that is saved when the job goes.
+#: File name, without the extension, of the checkpoint that is saved at a preemption.
 FILE_NAME = "preempted"
-#: Of what is left of the grace, the share in which the save must be committed; the rest is for slower tiers.
+#: Share of the remaining grace period within which the save must be committed; the rest is for slower tiers.
 _COMMIT_SHARE = 0.6
 
 
 class SavesWhenPreempted(StepHooks):
-    """Saves the same step on all ranks and leaves, when one of them is told that the job is to go.
+    """Saves the same step on all ranks and exits when one rank gets a notice that the job will be preempted.
 
-    A notice is a signal, a file that appears, or what the metadata server of Google's cloud says. At the end of the
-    batch that all ranks agree on (at the end of the optimizer step, with gradient accumulation), within at most two
-    batches, all ranks save, wait until the save is committed on the fastest tier and, while there is time, durable on
-    the slower ones, and leave ``fit`` with :class:`Preempted`, a ``SystemExit``. A rank that does not come to that
-    place within half of the grace (its data loader is stuck, another rank is lost, a validation is long) is interrupted
-    where it is, and saves the last step that it has finished. A process that is not done when the grace is over ends.
+    A notice is one of ``signals``, the appearance of ``notice_file``, or a preemption announced by Google Cloud's
+    metadata server. All ranks agree on a batch at most two batches ahead. At its end (with gradient accumulation, at
+    the end of the optimizer step) all ranks save, wait until the save is committed on the fastest tier and, if time is
+    left, durable on the slower tiers, and leave ``fit`` with :class:`Preempted`, a ``SystemExit``. A rank that does not
+    reach that batch within half of the grace period (its data loader is stuck, another rank is lost, a validation is
+    long) is interrupted where it is and saves the last step that it has finished. A process that is still running at
+    the end of the grace period is ended.
 
-    The checkpoint belongs to the run of the first :mod:`~resiliency.callbacks.model_checkpoint` callback of the
-    Trainer, and is the newest of it: a restart resumes from it as from any other. It is called ``preempted.ckpt``, and
-    is removed when the next start has saved a newer one. While it is there a fit resumes without being asked, whoever
-    starts it. Without such a callback this one has a run of its own, in ``checkpoint_dir``, and resumes from there.
+    The checkpoint is the newest step of the run of the Trainer's first
+    :mod:`~resiliency.callbacks.model_checkpoint` callback (with ``checkpoint_dir``, the first that saves there), and a
+    restart resumes from it as from any other step. Its file is ``preempted.ckpt``; it is removed once the next start
+    has saved a newer checkpoint. While the file exists, every fit without ``ckpt_path`` resumes from this run, unless
+    ``auto_resume`` is False: no launcher need say that it is a restart. Without such a callback this one keeps a run of
+    its own in ``checkpoint_dir`` and resumes from there.
 
-    Lightning's own handler for SIGTERM is replaced while a fit trains; a handler of the user is called as well. Under
-    SLURM with ``auto_requeue`` Lightning's handler for the requeue signal is called, at the place where all ranks stop.
-    A handler of the user for another signal than SIGTERM is left alone, and that signal is no notice.
+    Lightning's handler for SIGTERM is replaced while a fit trains; a SIGTERM handler of the user is still called. Under
+    SLURM with ``auto_requeue``, Lightning's handler for the requeue signal is called when all ranks have stopped at the
+    agreed batch. When the user has a handler for another signal than SIGTERM, that handler stays in place, and the
+    signal is not a notice.
 
-    Thread: the training thread. Collective: at the start of training. Costs some microseconds a batch.
+    Thread: the training thread. Collective: at the start of training. Costs some microseconds per batch.
 
     Args:
         checkpoint_dir: folder or address for the checkpoint; None: that of the Trainer's checkpoint callback.
-        grace: from the notice until the processes are killed: ``terminationGracePeriodSeconds``, SLURM's ``KillWait``.
-            Stay below it.
-        signals: that are notices.
-        notice_file: a path that is looked for each second; on a shared folder one rank's notice is all ranks'.
-        metadata_server: address of the metadata server, "auto" for Google's on a machine of Google's, None for none.
-        exit_code: of the processes; ``resiliency run`` reads the default as: preempted, start again to resume.
+        grace: time from the notice until the processes exit. Choose it below the time after which they are killed
+            (``terminationGracePeriodSeconds`` of Kubernetes, ``KillWait`` of SLURM). At least one second.
+        signals: the signals that are notices.
+        notice_file: a path that is looked for every second. It may be on a shared folder: the notice of one rank counts
+            for all ranks.
+        metadata_server: address of the metadata server; "auto": Google's, on a machine in Google Cloud; None: none.
+        exit_code: exit code of the processes, 1 to 255. ``resiliency run`` reads the default as "preempted, start again
+            to resume".
 
     Raises:
-        ConfigError: a value that cannot work.
+        ConfigError: an argument has a value that cannot work.
     """
 
     def __init__(
@@ -116,13 +123,13 @@ class SavesWhenPreempted(StepHooks):
         self._undo: Callable[[], None] = _nothing
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy made in a fit watches nothing."""
+        """A copy made in a fit does not listen for notices."""
         return {**vars(self), "_watch": None, "_own": None, "_undo": _nothing}
 
     # -- the checkpoint callback that saves ---------------------------------------------------------------------------
 
     def _others(self, trainer: Any) -> list[EngineModelCheckpoint]:
-        """Those that save what a resume needs."""
+        """The Trainer's checkpoint callbacks of this library that save more than weights, so that a fit can resume."""
         found = [one for one in trainer.callbacks if isinstance(one, EngineModelCheckpoint)]
         return [one for one in found if not one.save_weights_only]
 
@@ -158,7 +165,10 @@ class SavesWhenPreempted(StepHooks):
                 one._auto_resume = True
 
     def _was_preempted(self, trainer: Any, folder: str | os.PathLike[str] | None) -> bool:
-        """True when the job was preempted and has not saved since: then it is meant to go on. Collective: yes."""
+        """True when ``preempted.ckpt`` is in the folder: the job was preempted, has not saved since, and must resume.
+
+        False, with a warning, when the folder cannot be listed. Collective: yes.
+        """
         found = False
         if trainer.is_global_zero and folder is not None:
             name = FILE_NAME + ".ckpt"
@@ -169,11 +179,11 @@ class SavesWhenPreempted(StepHooks):
         return bool(trainer.strategy.broadcast(found))
 
     def _shield(self, trainer: Any, loader: Any) -> Callable[[], None]:
-        """Workers of this loader outlive signals that are not for them. Returns what undoes it."""
+        """Makes the loader's worker processes ignore ``signals``, which are meant for the rank. Returns the undo."""
         if not getattr(loader, "num_workers", 0) or not hasattr(loader, "worker_init_fn"):
             return _nothing
         before = loader.worker_init_fn
-        _lightning.add_worker_seeds(trainer, loader)  # where there is no other function, as Lightning does later
+        _lightning.add_worker_seeds(trainer, loader)  # as Lightning would later, which it does not if a function is set
         shield = loader.worker_init_fn = Shield(self._signals, loader.worker_init_fn)
 
         def undo() -> None:
@@ -183,7 +193,7 @@ class SavesWhenPreempted(StepHooks):
         return undo
 
     def _saver(self, trainer: Any) -> CheckpointSaver | None:
-        """Of the callback whose run the checkpoint belongs to; None where Lightning's own code saves."""
+        """The saver of the callback whose run the checkpoint belongs to; None when Lightning's own code saves."""
         if self._own is not None:
             return self._own._saver  # type: ignore[no-any-return]
         others = self._others(trainer)
@@ -201,20 +211,20 @@ class SavesWhenPreempted(StepHooks):
             self._own.on_train_start(trainer, pl_module)
         saver = self._saver(trainer)
         if saver is not None:
-            saver.open()  # now: when a rank is stuck it could not be opened
+            saver.open()  # now, because it is collective and could not be opened while a rank is stuck
             path = self._path(trainer, saver)
             if saver.is_taken(path) and not saver.is_protected(path):
-                saver.remove(path)  # once a newer one is committed
+                saver.remove(path)  # takes effect once a newer checkpoint is durable
         if self._watch is not None:
             self._watch.saver = saver
 
     def _begin(self, trainer: Any) -> None:
-        """Listens from here on. Collective: yes."""
+        """Starts to listen for notices. Collective: yes."""
         if self._watch is not None:
             self._watch.close()
         if threading.current_thread() is not threading.main_thread():
             logger.warning(
-                "the fit does not run in the main thread, the only one that Python tells of signals: none is a notice"
+                "the fit does not run in the main thread, the only one that gets signals: no signal is a preemption notice"
             )
             signals: tuple[int, ...] = ()
         else:
@@ -250,7 +260,7 @@ class SavesWhenPreempted(StepHooks):
             return
         watch.stepping = False
         if watch.stop.batch_ended() and is_step_boundary(trainer):
-            # After the hooks of all callbacks and of the module: what they change is of this step.
+            # After the hooks of all callbacks and of the module, because what they change belongs to this step.
             _lightning.after_batch_end_hooks(trainer, lambda: self._leave_here(trainer, watch))
 
     def _leave_here(self, trainer: Any, watch: NoticeWatch) -> None:
@@ -278,7 +288,7 @@ class SavesWhenPreempted(StepHooks):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_end(trainer, pl_module)
         if self._watch is not None:
-            # Nothing stops all ranks at one place any more. They end by themselves, and soon; else they are ended.
+            # No batch is left at which all ranks could stop. They end by themselves soon, or at the end of the grace.
             self._watch.stop.leaves()
         if self._own is not None:
             self._own.on_train_end(trainer, pl_module)
@@ -293,7 +303,7 @@ class SavesWhenPreempted(StepHooks):
                 _lightning.let_children_leave(trainer)
                 if not isinstance(exception, Preempted) or watch.interrupted:
                     self._leave_in_the_middle(trainer, watch)
-                end_loader_workers()  # a loader waits for 5 s for one that is stuck
+                end_loader_workers()  # because a loader waits 5 s for a worker that is stuck
         except Exception:  # Boundary: the user must get the exception that ended training, not a later one.
             logger.warning("no checkpoint could be saved before the job goes", exc_info=True)
         finally:
@@ -308,7 +318,8 @@ class SavesWhenPreempted(StepHooks):
                 own.on_exception(trainer, pl_module, exception)
 
     def _gone(self, exception: BaseException, users_exit: BaseException | None) -> None:
-        """What this process still does is not watched over. Whatever ended the fit, it ends as the job is to go."""
+        """Stops listening after teardown. Raises what the user's signal handler raised, else :class:`Preempted` when
+        another exception ended the fit, so that the process exits as preempted."""
         self._end_watch()
         if users_exit is not None:
             raise users_exit
@@ -316,7 +327,7 @@ class SavesWhenPreempted(StepHooks):
             raise Preempted(self._exit_code) from exception
 
     def _end_now(self, *_: Any) -> None:
-        """A signal that comes when all is saved: the exit code says so, as the default handler's would not."""
+        """Handles a signal that comes after the save: exits at once with ``exit_code``, unlike the default handler."""
         end_process(self._exit_code)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -344,7 +355,10 @@ class SavesWhenPreempted(StepHooks):
         return os.path.join(folder, FILE_NAME + ".ckpt")
 
     def _requeue(self, trainer: Any, watch: NoticeWatch) -> bool:
-        """Under SLURM: lets Lightning save and requeue the job, now that all ranks are at one place."""
+        """Under SLURM, lets Lightning save and requeue the job, now that all ranks have stopped at one batch.
+
+        Returns False when Lightning's handler has not done so.
+        """
         notice = watch.stop.notice
         if notice is None or not notice.signal:
             return False
@@ -358,14 +372,16 @@ class SavesWhenPreempted(StepHooks):
                 trainer.global_rank,
             )
         elif not watch.stop.agreed(timeout_s=0):
-            pass  # it has been said: without the others there is nothing to save
+            pass  # agreed() has logged why: without the other ranks there is nothing to save
         elif watch.saver is None:
-            logger.warning("rank %d leaves without a save: only the engine can save on one rank", trainer.global_rank)
+            logger.warning(
+                "rank %d exits without a save: Lightning's own code cannot save on one rank alone", trainer.global_rank
+            )
         else:
             self._save(trainer, watch)
 
     def _save(self, trainer: Any, watch: NoticeWatch) -> None:
-        """Saves on all tiers, and waits as far as the grace allows. Blocks: up to what is left of it."""
+        """Saves to all tiers and waits for them. Blocks: up to the rest of the grace period."""
         saver, began, step = watch.saver, time.monotonic(), trainer.global_step
         path = self._path(trainer, saver)
         if saver is None:
@@ -382,8 +398,8 @@ class SavesWhenPreempted(StepHooks):
         saver.session.deliver_outcomes()
         if ticket is None or reason:
             logger.warning(
-                "rank %d: the save of step %d before the job goes is not there: %s; the job resumes from the newest"
-                " checkpoint that is",
+                "rank %d: step %d was not saved before the job ends: %s; the job will resume from its newest earlier"
+                " checkpoint",
                 trainer.global_rank,
                 step,
                 reason,
@@ -419,7 +435,7 @@ _NOT_CAUGHT = {signal.SIGKILL, signal.SIGSTOP}
 
 
 def _nothing() -> None:
-    """Does nothing; can be pickled."""
+    """Does nothing; a function of the module, so that it can be pickled."""
 
 
 def _is_dir_of(callback: EngineModelCheckpoint, folder: str) -> bool:
@@ -432,16 +448,19 @@ def _real(path: str) -> str:
 
 
 def _is_free(trainer: Any, number: int) -> bool:
-    """True when the signal may be taken over: SIGTERM, and others without a handler of the user."""
+    """True when the signal may be used as a notice: SIGTERM, and other signals for which the user has no handler."""
     if number == signal.SIGTERM:
         return True
     handler = signal.getsignal(number)
     if has_native_handler(number):
-        logger.info("%s has a native handler, as of faulthandler, and is no notice", signal.Signals(number).name)
+        logger.info(
+            "%s is no preemption notice, because native code (such as faulthandler) handles it",
+            signal.Signals(number).name,
+        )
         return False
     if handler in (signal.SIG_DFL, signal.SIG_IGN) or _lightning.is_lightnings_handler(trainer, handler):
         return True
-    logger.info("%s has a handler of its own, and is no notice", signal.Signals(number).name)
+    logger.info("%s is no preemption notice, because your code has a handler for it", signal.Signals(number).name)
     return False
 
 

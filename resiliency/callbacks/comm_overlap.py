@@ -1,9 +1,9 @@
-"""Callbacks that overlap communication with computation, each where its settings are valid, and say what they set.
+"""Callbacks that overlap communication with computation, and log what they set.
 
 ``MegatronCommOverlapCallback`` is for Megatron's strategy, ``DDPCommOverlapCallback`` for ``strategy="ddp"``,
-``FSDP2CommOverlapCallback`` for modules sharded by ``fully_shard``. Importing one gives the class for the Lightning
-that is imported (``lightning.pytorch`` or ``pytorch_lightning``); ``build(namespace)`` of this module gives the first
-one for a named package.
+``FSDP2CommOverlapCallback`` for modules sharded by ``fully_shard``. Importing a class gives it for the Lightning that
+is imported (``lightning.pytorch`` or ``pytorch_lightning``); ``build(namespace)`` of this module gives
+``MegatronCommOverlapCallback`` for a named package.
 """
 
 from __future__ import annotations
@@ -30,35 +30,37 @@ logger = logging.getLogger(__name__)
 
 
 class OverlapsMegatron(StepHooks):
-    """Decides which of Megatron's communication is overlapped, from the strategy's parallelism.
+    """Decides from the strategy's parallelism which of Megatron's communication is overlapped.
 
-    An argument that is None is decided: of an interleaved pipeline sends and receives are overlapped, of another one
-    they are batched; with several data parallel ranks gradients are reduced in buckets of 128 Mi elements during
-    backward and parameters gathered during forward, aligned over the stages of an interleaved pipeline. Overlap within
-    tensor parallel layers is set where it is asked for and possible. Gathering parameters during the optimizer step is
-    set only where it is asked for, because a save would read weights that are not there yet. What is set is logged.
+    An argument that is None is decided as follows. In an interleaved pipeline sends and receives are overlapped; in
+    another pipeline they are batched. With several data parallel ranks, gradients are reduced during backward in
+    buckets of 128 Mi elements and parameters are gathered during forward, in an interleaved pipeline by all stages at
+    the same time. Overlap within tensor parallel layers is set only if it is asked for and possible. Gathering
+    parameters during the optimizer step is set only if it is asked for, because a save would read weights that have not
+    arrived yet. What is set is logged.
 
-    The strategy is Megatron's: it has ``parallelism`` and ``ddp_config``, its module ``config`` and ``optim``. Its
-    configurations are changed in ``setup``, before they are used.
+    The strategy must be Megatron's: it has ``parallelism`` and ``ddp_config``, and its module has ``config`` and
+    ``optim``. The callback changes these configurations in ``setup``, before Megatron uses them.
 
-    Thread: the training thread. Collective: with ``tp_comm_overlap`` where it is possible, at the start of a fit.
+    Thread: the training thread. Collective: at the start of a fit, if ``tp_comm_overlap`` is set.
 
     Args:
-        tp_comm_overlap: within tensor parallel layers; needs 2 ranks, sequence parallelism and Transformer Engine.
-        tp_comm_overlap_cfg: of it, passed on to Transformer Engine.
-        tp_comm_bootstrap_backend: "nccl", "mpi" or "gloo", for Transformer Engine's buffers.
-        overlap_p2p_comm: sends and receives of an interleaved pipeline.
-        batch_p2p_comm: send and receive are one operation.
-        overlap_grad_reduce: reductions of gradients with backward.
-        overlap_param_gather: gathers of parameters with forward.
-        overlap_param_gather_with_optimizer_step: and with the optimizer step.
-        align_param_gather: all stages gather at the same time.
-        bucket_size: elements of a bucket of gradients.
-        defer_embedding_wgrad_compute: weight gradients of the embedding fill the pipeline's waits.
-        wgrad_deferral_limit: micro-batches for which that is done; -1: all.
+        tp_comm_overlap: overlap communication within tensor parallel layers; needs at least 2 tensor parallel ranks,
+            sequence parallelism and Transformer Engine.
+        tp_comm_overlap_cfg: configuration of that overlap, passed on to Transformer Engine.
+        tp_comm_bootstrap_backend: backend for Transformer Engine's buffers: "nccl", "mpi" or "gloo".
+        overlap_p2p_comm: overlap sends and receives of an interleaved pipeline.
+        batch_p2p_comm: send and receive in one operation.
+        overlap_grad_reduce: overlap reductions of gradients with backward.
+        overlap_param_gather: overlap gathers of parameters with forward.
+        overlap_param_gather_with_optimizer_step: overlap gathers of parameters with the optimizer step, too.
+        align_param_gather: all pipeline stages gather at the same time.
+        bucket_size: number of elements in a bucket of gradients.
+        defer_embedding_wgrad_compute: compute weight gradients of the embedding while the pipeline waits.
+        wgrad_deferral_limit: number of micro-batches whose weight gradients are deferred so; -1: all.
 
     Raises:
-        ConfigError: at the start of a fit, another strategy, or settings that contradict each other.
+        ConfigError: at the start of a fit, the strategy is not Megatron's, or settings contradict each other.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class OverlapsMegatron(StepHooks):
         self._start_buffers(trainer, pl_module.config)
 
     def _start_buffers(self, trainer: Any, config: Any) -> None:
-        """Once in a process. Collective: over the tensor parallel ranks."""
+        """Creates Transformer Engine's buffers, once per ``setup``. Collective: over the tensor parallel ranks."""
         if not self._starts_buffers:
             return
         self._starts_buffers = False
@@ -182,7 +184,7 @@ def _parallelism_of(trainer: Any) -> Parallelism:
 
 
 def _apply(settings: dict[str, Any], config: Any) -> None:
-    """Sets those that the configuration has, and that are decided."""
+    """Sets those settings that are not None and that the configuration has as attributes."""
     for name, value in settings.items():
         if value is not None and hasattr(config, name):
             setattr(config, name, value)

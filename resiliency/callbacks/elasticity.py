@@ -1,4 +1,4 @@
-"""``ElasticityCallback``: what a training job needs when it comes back with another number of data parallel ranks.
+"""``ElasticityCallback``: lets a training job continue after a restart with another number of data parallel ranks.
 
 ``from resiliency.callbacks.elasticity import ElasticityCallback`` gives the class for the Lightning that is imported
 (``lightning.pytorch`` or ``pytorch_lightning``); ``build(namespace)`` gives it for a named one.
@@ -37,33 +37,34 @@ _VERSION = 1
 
 
 class ContinuesAtAnySize(StepHooks):
-    """Goes on with a training that comes back with another number of data parallel ranks.
+    """Continues a training that restarts with another number of data parallel ranks.
 
-    The number is kept in this callback's state in each checkpoint, ours or stock. When it is another one at a restart,
-    the rule is applied, what is left of the interrupted epoch is dealt to the new ranks, ``on_world_resize`` is called
-    and one line says what was done. What the rules set follows from what the job began with, so that a job that comes
-    back to a size has there the numbers that it had before.
+    Each checkpoint, of this library or stock, stores the number of ranks in this callback's state. When a fit resumes
+    with another number, the callback applies ``rule``, deals the rest of the interrupted epoch to the new ranks, calls
+    ``on_world_resize`` and logs one line that says what was done. The rules compute from the size and settings that the
+    job began with, so that a job that returns to an earlier size gets the numbers that it had at that size.
 
-    In an epoch that was interrupted no sample is trained on twice and none is left out, but for what stock Lightning's
-    sampler fills up (or leaves out) at the end of an epoch that does not divide: fewer samples than there are ranks.
-    Samples whose gradients were still being accumulated count as not seen. In a job of one rank a shuffled loader has
-    another order than stock Lightning's, that of torch's ``DistributedSampler``, which several ranks have; it is said.
+    In an interrupted epoch no sample is trained on twice and none is left out, except those that stock Lightning's
+    sampler repeats (or leaves out) at the end of an epoch that does not divide by the number of ranks: fewer samples
+    than there are ranks. Samples whose gradients were still being accumulated count as not seen. In a job of one rank a
+    shuffled loader gets the order of torch's ``DistributedSampler`` instead of stock Lightning's, because jobs of
+    several ranks have that order; the log says so.
 
-    Thread: the training thread. Collective: no. Costs some microseconds a batch.
+    Thread: the training thread. Collective: no. Costs some microseconds per batch.
 
     Args:
-        on_world_resize: called as ``on_world_resize(old, new, trainer)`` on every rank at the start of training, when
-            all is restored and the rule is applied. What it raises ends the fit.
-        rule: "keep_global_batch" sets ``accumulate_grad_batches`` so that the global batch stays; "linear_lr" and
-            "sqrt_lr" multiply learning rates by the ratio of the sizes or its square root, those that schedulers keep
-            too. None: nothing.
-        nearest: where the global batch cannot be kept, take the nearest, with a warning.
-        exact_epoch: deal what is left of an interrupted epoch. It needs one map-style loader whose order follows from
-            seed and epoch: a stock sampler or torch's ``DistributedSampler``.
+        on_world_resize: called as ``on_world_resize(old, new, trainer)`` on every rank at the start of training, after
+            everything is restored and the rule is applied. An exception that it raises ends the fit.
+        rule: "keep_global_batch" sets ``accumulate_grad_batches`` so that the global batch stays the same; "linear_lr"
+            and "sqrt_lr" multiply the learning rates, also those stored in schedulers, by the ratio of the sizes or by
+            its square root. None: change nothing.
+        nearest: when the global batch cannot be kept, take the nearest one and warn.
+        exact_epoch: deal the rest of an interrupted epoch to the ranks. Needs one map-style loader whose order follows
+            from seed and epoch: a stock sampler or torch's ``DistributedSampler``.
 
     Raises:
-        ConfigError: an argument that cannot work; at the start of a fit, a loader whose order is not known, or a
-            global batch that the ranks cannot divide.
+        ConfigError: an argument has a value that cannot work; at the start of a fit, the order of a loader is not
+            known, or the global batch cannot be divided among the ranks.
     """
 
     def __init__(
@@ -89,29 +90,29 @@ class ContinuesAtAnySize(StepHooks):
         self._forget()
 
     def _forget(self) -> None:
-        """What is known of one fit."""
+        """Resets everything that belongs to one fit."""
         self._size = 1
-        self._size_before: int | None = None  # at the save that was restored
+        self._size_before: int | None = None  # number of ranks that wrote the restored checkpoint
         self._began_with: dict[str, int] = {}
         self._rates: list[Rate] = []
         self._factor = 1.0
         self._position: Position | None = None
-        self._restored = False  # the position is of a checkpoint, and not yet taken up
+        self._restored = False  # _position comes from a checkpoint, and the loader is not placed there yet
         self._trains = False
-        self._sampler: Any = None  # of the train loader
+        self._sampler: Any = None  # sampler of the train loader
         self._whole: Dealing | None = None
-        self._rest: Dealing | None = None  # of the epoch that was taken up
+        self._rest: Dealing | None = None  # rest of the interrupted epoch that this fit continues
         self._rest_epoch = -1
-        self._epoch_ended = False  # in the checkpoint
+        self._epoch_ended = False  # the epoch of the restored checkpoint was at its end
         self._undo: list[Callable[[], None]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy made in a fit belongs to no trainer."""
+        """A copy made in a fit has no trainer, no sampler and nothing to undo."""
         return {**vars(self), "_trainer": None, "_sampler": None, "_undo": []}
 
     @property
     def continues_epochs(self) -> bool:
-        """True when an interrupted epoch goes on with what is left of it."""
+        """True when a resumed fit continues an interrupted epoch with the rest of its samples."""
         return self._exact_epoch
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -141,7 +142,7 @@ class ContinuesAtAnySize(StepHooks):
         self._position = None if position is None else Position(**position)
         self._restored = self._position is not None
         if self._trainer is not None:
-            self._set_accumulation(self._trainer)  # now: configure_optimizers may count steps
+            self._set_accumulation(self._trainer)  # now, because configure_optimizers may compute the number of steps
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -252,14 +253,14 @@ class ContinuesAtAnySize(StepHooks):
             return
         chosen = rescaled(self._rates, now, before=self._factor, factor=factor)
         write_rates(optimizers, schedulers, [rate.placed for rate in chosen])
-        placed = read_rates(optimizers, schedulers)  # a tensor rounds
+        placed = read_rates(optimizers, schedulers)  # read back, because a rate that is a tensor rounds
         self._rates = [replace(rate, placed=value) for rate, value in zip(chosen, placed, strict=True)]
         self._factor = factor
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
     def _prepare(self, trainer: Any, loader: Any) -> None:
-        """Called with each loader before it is opened."""
+        """Places the train loader. Lightning calls it with each loader before it opens it."""
         if self._trainer is not trainer or not trainer.training:
             return
         if self._size == 1:
@@ -288,9 +289,9 @@ class ContinuesAtAnySize(StepHooks):
             return
         begins = position.begun_at if places_loaders(trainer) else position.seen
         if places_loaders(trainer) and begins == 0:
-            return  # the rest is Lightning's order and the position of each rank in it
+            return  # the epoch began in Lightning's own order, and exact_resume restores each rank's position in it
         if position.finished and not places_loaders(trainer):
-            loader.sampler.set_epoch(position.epoch + 1)  # worker processes draw before Lightning says the epoch
+            loader.sampler.set_epoch(position.epoch + 1)  # workers draw indices before Lightning sets the epoch
             end_epoch(trainer, self._whole.batches)
             self._epoch_ended = True
             return
@@ -298,13 +299,13 @@ class ContinuesAtAnySize(StepHooks):
         self._rest, self._rest_epoch = rest, position.epoch
         self._undo.append(place_rest(loader, position, rest))
         if not places_loaders(trainer):
-            _lightning.suppress_mid_epoch_warning(trainer)  # it goes on where it was
+            _lightning.suppress_mid_epoch_warning(trainer)  # because the epoch continues where it was interrupted
             move_to_batch(trainer, self._whole.batches - rest.batches)
             self._position = replace(position, begun_at=begins)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-        self._trains = True  # before that, the counts are those of the save
+        self._trains = True  # before the first batch, the trainer's counts are those of the restored checkpoint
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -341,7 +342,7 @@ class ContinuesAtAnySize(StepHooks):
             self._end()
 
     def _end(self) -> None:
-        """Undoes what was changed outside of this callback. Idempotent."""
+        """Undoes all changes that this callback made to the trainer and its loaders. Idempotent."""
         undo, self._undo, self._trainer = self._undo, [], None
         for one in reversed(undo):
             one()

@@ -24,27 +24,28 @@ from resiliency.telemetry.step_totals import StepTotals
 
 __all__ = ["GoodputCallback", "build"]  # noqa: F822 - GoodputCallback is built on first use
 
-#: The figure in the progress bar changes at most this often.
+#: Shortest time between two changes of the figure in the progress bar.
 SHOW_EVERY = timedelta(seconds=1)
 
 
 class RunningGoodput(StepHooks):
-    """Writes the events of every step and shows which share of this process's time was productive.
+    """Writes the events of every step to the event log and shows the productive share of this process's time.
 
-    The share counts from the setup of the fit: start-up, restore, data wait and checkpoint stalls lower it. Time that
-    earlier attempts lost is in ``resiliency goodput report``. Costs a few microseconds per step and never raises into
-    training. With a checkpoint callback of this library on the same Trainer, events go to its log; otherwise to a log
-    of this callback.
+    The share counts from the setup of the fit: start-up, restore, data wait and checkpoint stalls lower it. It does not
+    contain time that earlier attempts lost; ``resiliency goodput report`` does. Costs a few microseconds per step and
+    never raises into training. If the Trainer also has a checkpoint callback of this library, events go to that
+    callback's log; otherwise to a log that this callback opens.
 
     Thread: the training thread. Collective: no.
 
     Attributes:
-        reads_events: a checkpoint callback of the same trainer opens its log at the start of the fit.
+        reads_events: tells a checkpoint callback of the same trainer to open its log at the start of the fit.
 
     Args:
-        events_dir: folder for a log of its own; None: ``RESILIENCY_EVENTS_DIR``, else below the Trainer's root folder.
-        sinks: more places for events, see :mod:`resiliency.telemetry.sinks`; a checkpoint callback that opens the log
-            sends them there, too.
+        events_dir: folder for this callback's own log; None: ``RESILIENCY_EVENTS_DIR``, or when that is not set a
+            folder below the Trainer's root folder.
+        sinks: further places for events, see :mod:`resiliency.telemetry.sinks`. They are also used when a checkpoint
+            callback opens the log.
         prog_bar: show ``goodput`` in the progress bar.
         log: send ``goodput`` to the Trainer's loggers.
     """
@@ -71,7 +72,7 @@ class RunningGoodput(StepHooks):
         self._next_show = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy made in a fit writes no events of it."""
+        """A copy made in a fit has no log and writes no events of that fit."""
         return {**vars(self), "_own_log": None}
 
     @property
@@ -81,7 +82,7 @@ class RunningGoodput(StepHooks):
 
     @property
     def goodput(self) -> float:
-        """Productive share of this process's time so far, in [0, 1]."""
+        """Productive share of this process's time since the setup of the fit, from 0 to 1."""
         return self._totals.goodput
 
     def _open_writer(self, trainer: Any) -> EventWriter:
@@ -108,17 +109,17 @@ class RunningGoodput(StepHooks):
             self._subscribe_totals(trainer)
 
     def _subscribe_totals(self, trainer: Any) -> None:
-        """Of this trainer from here on; a later fit of the same trainer adds to it."""
+        """Counts this trainer's steps from now on. A later fit of the same trainer adds to the totals."""
         observer = step_observer(trainer)
         if self._totals not in observer.subscribers:
             self._totals = StepTotals()
             observer.subscribe(self._totals)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        # Not in setup: there a checkpoint callback, which may come later in the list, opens its engine's log, which has
-        # priority.
+        # Not in setup, because there a checkpoint callback, which may come later in the list, opens its engine's log,
+        # and that log has priority.
         super().on_fit_start(trainer, pl_module)
-        self._subscribe_totals(trainer)  # a subclass may have its own setup
+        self._subscribe_totals(trainer)  # again, because a subclass may override setup
         self._next_show = 0.0
         self._own_log = log_steps(step_observer(trainer), lambda: self._open_writer(trainer))
         if self._own_log is not None:
@@ -133,7 +134,7 @@ class RunningGoodput(StepHooks):
         if elapsed >= self._next_show:
             self._next_show = elapsed + SHOW_EVERY.total_seconds()
             self._shown = self.goodput
-        # At every step: Lightning drops a step's value when the next step logs none.
+        # At every step, because Lightning drops the value when the next step logs none.
         pl_module.log("goodput", self._shown, prog_bar=self._prog_bar, logger=self._log, batch_size=1)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""``HeartbeatCallback``: says what each rank does, to whoever watches it, at the cost of some microseconds a step.
+"""``HeartbeatCallback``: publishes step and phase of each rank for supervisors, at the cost of microseconds per step.
 
 ``from resiliency.callbacks.heartbeat import HeartbeatCallback`` gives the class for the Lightning that is imported
 (``lightning.pytorch`` or ``pytorch_lightning``); ``build(namespace)`` gives it for a named one.
@@ -28,21 +28,23 @@ logger = logging.getLogger(__name__)
 class PublishesHeartbeat(StepHooks):
     """Publishes step, phase and attempt of this rank.
 
-    They go to ``resiliency run`` where that has started the rank; to a file in a folder, which ``resiliency heartbeat``
-    shows and :func:`~resiliency.launch.heartbeat_files.read_heartbeats` reads; and, as heartbeats and sections, to the
-    rank monitor of NVRx's ``ft_launcher`` where its socket is set and no callback of NVRx's is in the Trainer. Folder
-    and launcher are shared memory: they can be read while the rank hangs, holds the GIL or is stopped.
+    Heartbeats go to up to three readers: to ``resiliency run``, if it started the rank; to a file in a folder, which
+    ``resiliency heartbeat`` shows and :func:`~resiliency.launch.heartbeat_files.read_heartbeats` reads; and, as
+    heartbeats and sections, to the rank monitor of NVRx's ``ft_launcher``, if the environment names its socket and the
+    Trainer has no fault tolerance callback of NVRx. The launcher and the readers of the folder use shared memory, so
+    that they can read while the rank hangs, holds the GIL or is stopped.
 
-    The phase is ``setup`` until the first step, ``loading`` while a checkpoint is read, ``training``, ``saving`` from
-    when the state of a save is collected to the end of the batch's hooks (of a save elsewhere: to the next batch),
-    ``validation``, ``testing``, ``prediction``, and at last ``ended`` or ``failed``.
+    The phase is ``setup`` until the first step, ``loading`` while a checkpoint is read, ``training``, ``validation``,
+    ``testing`` or ``prediction``, and at the end ``ended`` or ``failed``. It is ``saving`` from the moment the state of
+    a save is collected until the hooks at the end of the batch are done (for a save outside these hooks: until the next
+    batch).
 
-    Thread: the training thread. Collective: no. Blocks: at the start and the end of a fit for a rank monitor, ten
-    seconds at most; a step costs some microseconds (``python -m benchmarks.heartbeat``).
+    Thread: the training thread. Collective: no. Blocks: with a rank monitor, at most ten seconds at the start and at
+    the end of a fit; a step costs some microseconds (``python -m benchmarks.heartbeat``).
 
     Args:
-        directory: folder on a file system in memory, as ``/dev/shm/heartbeats``; made where it is not there. None:
-            ``RESILIENCY_HEARTBEAT_DIR``, else no folder.
+        directory: folder on a file system in memory, for example ``/dev/shm/heartbeats``; it is created if missing.
+            None: ``RESILIENCY_HEARTBEAT_DIR``, or no folder when that is not set.
 
     Raises:
         ConfigError: at the start of a fit, the folder cannot be used.
@@ -52,11 +54,12 @@ class PublishesHeartbeat(StepHooks):
         super().__init__()
         self._directory = None if directory is None else os.fspath(directory)
         self._monitor: RankMonitor | None = None
-        self._inside = self._in_batch_end = False  # a fit (or test, ...); the hooks at the end of a batch
+        #: Whether a fit (or validation, test, prediction) runs, and whether its hooks at the end of a batch run.
+        self._inside = self._in_batch_end = False
         self._undo: Callable[[], None] = _nothing
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy made in a fit watches nothing."""
+        """A copy made in a fit is not connected to a rank monitor."""
         return {**vars(self), "_monitor": None, "_undo": _nothing}
 
     def _enter(self, phase: Phase, step: int | None = None) -> None:
@@ -65,7 +68,7 @@ class PublishesHeartbeat(StepHooks):
             self._monitor.enter(section_of(phase))
 
     def _progressed(self) -> None:
-        """A batch has ended in which no training is expected to go on."""
+        """Gives a sign of life after a batch of a validation, test or prediction, in which no beats are expected."""
         heartbeat.show()
         if self._monitor is not None:
             self._monitor.progressed()
@@ -80,11 +83,11 @@ class PublishesHeartbeat(StepHooks):
                 heartbeat.publish(self._directory)
             except OSError as error:
                 raise ConfigError(f"directory={self._directory!r} cannot hold heartbeats: {error}") from error
-        self._close_monitor(shutdown=False)  # of a fit that Lightning left without its last hooks
+        self._close_monitor(shutdown=False)  # left open by a fit that Lightning ended without its last hooks
         self._monitor = _rank_monitor(trainer)
         if self._monitor is None and not heartbeat.is_published() and trainer.is_global_zero:
             logger.warning(
-                "nobody is told this job's heartbeats: pass HeartbeatCallback a directory, set"
+                "nobody receives this job's heartbeats: pass HeartbeatCallback a directory, set"
                 " RESILIENCY_HEARTBEAT_DIR, or start the job with resiliency run"
             )
         self._inside, self._in_batch_end = True, False
@@ -115,7 +118,7 @@ class PublishesHeartbeat(StepHooks):
         self._end_of_loading()
         self._inside = False
         self._enter(Phase.FAILED)
-        self._close_monitor(shutdown=False)  # a process that hangs at its end is still seen to
+        self._close_monitor(shutdown=False)  # no shutdown, so that the monitor still ends a process that hangs at exit
 
     def _close_monitor(self, *, shutdown: bool) -> None:
         if self._monitor is not None:
@@ -139,10 +142,10 @@ class PublishesHeartbeat(StepHooks):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if not self._inside:
-            return  # trainer.save_checkpoint of a script, after the fit
+            return  # the script calls trainer.save_checkpoint after the fit
         self._enter(Phase.SAVING, trainer.global_step)
         if self._in_batch_end:
-            self._in_batch_end = False  # of several saves in one hook, the first has asked
+            self._in_batch_end = False  # one action is enough for several saves in one hook
             _lightning.after_batch_end_hooks(trainer, lambda: self._enter(Phase.TRAINING))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -166,7 +169,7 @@ class PublishesHeartbeat(StepHooks):
 
     def on_validation_batch_end(self, trainer: Any, *arguments: Any) -> None:
         super().on_validation_batch_end(trainer, *arguments)
-        if not trainer.sanity_checking:  # before the first step, for which the first timeout is
+        if not trainer.sanity_checking:  # the sanity check belongs to the setup, for which the first timeout holds
             self._progressed()
 
     def on_test_start(self, trainer: Any, pl_module: Any) -> None:
@@ -187,18 +190,19 @@ class PublishesHeartbeat(StepHooks):
 
 
 def _rank_monitor(trainer: Any) -> RankMonitor | None:
-    """The one that waits for this rank; None where there is none, or somebody else tells it."""
+    """Connects to NVRx's rank monitor of this rank; None when there is none, when it cannot be reached, or when a
+    callback of NVRx reports to it."""
     if not environment().rank_monitor:
         return None
     theirs = [one for one in trainer.callbacks if type(one).__module__.startswith("nvidia_resiliency_ext.")]
     telling = next((type(one).__name__ for one in theirs if type(one).__name__.startswith("FaultTolerance")), None)
     if telling is not None:
-        logger.info("%s tells NVRx's rank monitor of this rank, HeartbeatCallback does not", telling)
+        logger.info("%s tells NVRx's rank monitor of this rank, so HeartbeatCallback does not", telling)
         return None
     try:
         return RankMonitor()
     except ConfigError as error:
-        logger.warning("NVRx's rank monitor is told nothing: %s", error)
+        logger.warning("HeartbeatCallback does not report to NVRx's rank monitor: %s", error)
         return None
 
 

@@ -1,8 +1,9 @@
-"""Callbacks that log steps: their times, throughput and memory, stragglers, and each rank's log as a file.
+"""Callbacks that log step times, throughput, memory and stragglers, and that write each rank's log to a file.
 
-The names, arguments and lines of the first four are those that scripts and log scrapers know. Importing one gives the
-class for the Lightning that is imported (``lightning.pytorch`` or ``pytorch_lightning``); ``build(namespace)`` of this
-module gives StepLoggingCallback for a named one.
+Scripts and log scrapers depend on the names, arguments and log lines of StepLoggingCallback, TPSLoggingCallback,
+MemoryLoggingCallback and TensorboardCallback. Importing a class gives it for the Lightning that is imported
+(``lightning.pytorch`` or ``pytorch_lightning``); ``build(namespace)`` of this module gives StepLoggingCallback for a
+named package.
 """
 
 from __future__ import annotations

@@ -3,13 +3,14 @@
 ``from resiliency.callbacks.model_checkpoint import ModelCheckpoint`` gives the class for the Lightning that is imported
 (``lightning.pytorch`` or ``pytorch_lightning``); ``build(namespace)`` gives it for a named one.
 
-When and what to save, names, top-k and exceptions are the stock class's own code. Only what touches storage is
-replaced: a save is copied on every rank and committed in the background, a removal waits until a newer save is
-committed, ``last`` is a second name of the same step, loggers are notified once a checkpoint is committed, and a fit
-that names no checkpoint resumes from the newest step of its run when it is a restart of the job that wrote it.
+The stock class's own code decides when to save, what to save, the names, top-k and exceptions. Only the storage
+operations are replaced: a save is copied on every rank and committed in the background; a removal waits until a newer
+save is durable (on a ramdisk: committed); ``last`` is a second name of the same step; loggers are notified once a
+checkpoint is committed (on ``dirpath``'s tier, with a separate local tier: durable); and a fit without ``ckpt_path``
+resumes from the newest step of its run when it is a restart of the job that wrote it.
 
-All names requested in one hook are one save, so the callback state in a checkpoint has its own ``last_model_path``; the
-stock class writes two files and only the second has it.
+All names requested in one hook become one save. So the callback state in each checkpoint contains that checkpoint's own
+``last_model_path``; the stock class writes two files, and only the second contains it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ _EXCEPTION_TIMEOUT = timedelta(seconds=30)
 
 
 class _OfInstances:
-    """A static method of the stock class that instances replace by a method of their own: it serves both calls."""
+    """Descriptor: on the class the stock class's static method, on an instance the instance method ``method``."""
 
     def __init__(self, method: str) -> None:
         self._method = method
@@ -78,49 +79,52 @@ class _OfInstances:
 
 
 class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
-    """Adds the engine to a stock ``ModelCheckpoint``; see the module docstring.
+    """Adds the checkpoint engine to a stock ``ModelCheckpoint``; see the module docstring.
 
-    Where a derived class has a ``_save_checkpoint`` or ``_remove_checkpoint`` of its own, the file is there when ours
-    returns, as with the stock class.
+    If a derived class overrides ``_save_checkpoint`` or ``_remove_checkpoint``, the file exists when this class's
+    ``_save_checkpoint`` returns, as with the stock class.
 
-    A checkpoint whose path is not below ``dirpath``, hidden there, or no valid file name in UTF-8, is written by the
-    stock class, as are all when the engine does not support the strategy, or the Trainer has a CheckpointIO plugin that
-    is not of this library, or ``torch.save`` is not torch's: the stock class calls those.
+    The stock class writes a checkpoint whose path is not below ``dirpath``, is hidden there, or is not a valid UTF-8
+    file name. It writes all checkpoints when the engine does not support the strategy, when the Trainer has a
+    CheckpointIO plugin of another library, or when ``torch.save`` has been replaced: the stock class calls the plugin
+    or the replacement.
 
     Args:
-        *args, **kwargs: those of the stock class.
+        *args, **kwargs: arguments of the stock class.
         lazy: copy parameters and optimizer state while the next forward and backward run. False copies before the
             hook returns; choose it when something changes parameters between the end of a batch and the optimizer step.
         auto_resume: whether a fit without ``ckpt_path`` continues from the newest step of this run in ``dirpath``.
-            None: when the launcher says that this process is a restart of the job that wrote that step, in the first
-            fit of the process; see :class:`resiliency.settings.Launch`. True: always. False: never. A trainer that has
-            trained already continues with its state in memory, as in stock Lightning.
-        exact_resume: save and restore generators and data loader positions of every rank. "reread": also read again and
-            drop the batches of the epoch that were trained on, for worker processes that draw random numbers.
-        local_dir: a faster folder (ramdisk, local SSD) for the newest step; ``dirpath`` then is a tier the agent
-            uploads to. Needed, and chosen as ``/dev/shm/...``, when ``dirpath`` is an address.
-        persist: which saves also go to ``dirpath`` when ``local_dir`` is used; the last one of a training always does.
-        remotes: further tiers.
+            None: only in the first fit of the process, and only when the launcher says that this process is a restart
+            of the job that wrote that step; see :class:`resiliency.settings.Launch`. True: always. False: never. A
+            trainer that has already trained continues with its state in memory, as in stock Lightning.
+        exact_resume: save and restore the random generators and data loader positions of every rank. "reread": at a
+            resume, also read the batches that the interrupted epoch has trained on again and drop them; needed when
+            loader worker processes draw random numbers.
+        local_dir: a faster folder (ramdisk, local SSD) for the newest step; ``dirpath`` is then a tier that the agent
+            uploads to. When ``dirpath`` is an address, a local folder is needed; the default is ``/dev/shm/...``.
+        persist: which saves also go to ``dirpath`` when ``local_dir`` is used; the last save of a training always does.
+        remotes: further tiers to upload to.
         run: name of the run; None: ``RESILIENCY_RUN``, ``JOB_IDENTIFIER`` or "default".
-        options: of the engine.
-        flush_timeout: how long the end of training waits for uploads.
+        options: options of the engine; None: the defaults.
+        flush_timeout: the longest time that the end of training waits for uploads.
         save_optim_on_train_end: False: the checkpoint that is saved when ``max_steps`` or ``max_epochs`` is reached has
-            no optimizer state. None: as the stock class. ``save_optim_on_train_ends`` is the same.
+            no optimizer state. None: as the stock class. ``save_optim_on_train_ends`` is another spelling of it.
         always_save_context: write module, hyperparameters, versions and command line to ``<name>-context/`` beside
             every checkpoint; save_context_on_train_end: beside the last one.
         preprocess_files: write ``cmd-args.log`` and ``git-info.log`` to the Trainer's root folder.
-        use_in_cluster_local_ckpts: there is a local tier. With is_persistent_storage=False ``dirpath`` is its folder,
-            which is not waited for to reach the disk; with True ``dirpath`` is the persistent tier, and another
-            callback saves to the local one; with None this callback saves to ``local_dir`` (None:
-            ``/local/<run>/checkpoint`` where ``/local`` can be written to, else the ramdisk), and to ``dirpath`` from
-            there.
-        enable_high_scale_ckpt: True is refused, with what it needs.
-        delete_unfinished_ckpt_on_start: delete checkpoints of others in ``dirpath`` with a marker ``-unfinished``.
-        priority: of several callbacks with different priorities, the higher one saves a step that both want.
+        use_in_cluster_local_ckpts: the job uses a local tier. With is_persistent_storage=False, ``dirpath`` is the
+            folder of the local tier, and saves do not wait until files are on its disk. With True, ``dirpath`` is the
+            persistent tier, and another callback saves to the local tier. With None, this callback saves to
+            ``local_dir`` (when that is None: ``/local/<run>/checkpoint`` if ``/local`` is writable, else the ramdisk)
+            and uploads from there to ``dirpath``.
+        enable_high_scale_ckpt: True raises ConfigError; the message says what it would need.
+        delete_unfinished_ckpt_on_start: delete checkpoints in ``dirpath`` that have an ``-unfinished`` marker and were
+            not written by this library.
+        priority: when several callbacks want to save the same step, the one with the highest priority saves it.
 
     Raises:
-        ConfigError: a value of our own arguments that cannot work.
-        TypeError: an unknown argument, or a value of our own arguments of a wrong type.
+        ConfigError: an argument of this library has a value that cannot work.
+        TypeError: an unknown argument, or an argument of this library with a value of the wrong type.
         Lightning's exceptions: for arguments of the stock class.
     """
 
@@ -188,32 +192,33 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         self._engine_options = options or CheckpointerOptions()
         self._flush_timeout = flush_timeout
         self._saver: CheckpointSaver | None = None  # while a fit uses the engine
-        self._in_own_hook = 0  # depth; the stock class's own code reads paths of saves that have just begun
+        self._in_own_hook = 0  # nesting depth; in it paths do not wait: the stock class reads those of saves just begun
         self._warned_of_stock_file = False
         super().__init__(*args, **kwargs)
         callback_made()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle made in a fit has the paths of that moment, which exist then, and no engine.
+        """The attributes to copy or pickle, without the engine. The checkpoints at its paths exist when this returns.
 
-        Blocks: until the paths are committed.
+        Blocks: in a fit, until the saves of these paths are committed, up to ``flush_timeout`` for each path.
         """
         if vars(self).get("_saver") is not None:
             for name in ("best_model_path", "last_model_path", "kth_best_model_path", "best_k_models"):
-                getattr(self, name)  # reading waits
+                getattr(self, name)  # CommittedPaths waits in its getter
         return {**vars(self), "_saver": None, "_in_own_hook": 0}
 
     def _generate_state_key(self, **kwargs: Any) -> str:
-        """That of the stock class, so that either reads the other's checkpoints; derived classes have their own."""
+        """The stock class's key, so that each class reads the other's checkpoints. Derived classes have their own."""
         key = super()._generate_state_key(**kwargs)
         return key.replace(_QUALNAME, "ModelCheckpoint", 1) if type(self).__qualname__ == _QUALNAME else key
 
     # -- start --------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Looks at what is there, and decides what to resume from. Collective: yes.
+        """Finds earlier checkpoints and prepares the choice of the one to resume from. Collective: yes.
 
-        Opens the engine only to resume, and for a job whose event log is to have its start.
+        Opens the engine only when the event log must contain the start of the job, or to raise on a step of an
+        unsupported format.
         """
         require_trainer_of(self.namespace, trainer, "ModelCheckpoint", __name__)
         super().setup(trainer, pl_module, stage)
@@ -249,7 +254,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         self._use_engine(trainer, adapter)
 
     def _unsuited(self, dirpath: Any) -> str:
-        """Why the engine cannot write to an address that the stock class can write to; "" when it can."""
+        """Why the engine cannot write to ``dirpath`` although the stock class can; "" when the engine can."""
         unknown = unknown_store(str(dirpath))
         if unknown:
             return unknown
@@ -258,16 +263,17 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         return ""
 
     def _used_by_another_fit(self, trainer: Any) -> str:
-        """Why the engine cannot write because a fit around this one writes there; "" when it can."""
+        """Why the engine cannot be used: another fit in this process writes the same run there. "" when none does."""
         key = self._places(self.dirpath).key
         if any(session is not trainer_session(trainer) for session in sessions_using(key)):
             return f"another fit in this process saves checkpoints of run {key.run!r} to {key.directory}"
         return ""
 
     def _ModelCheckpoint__warn_if_dir_not_empty(self, dirpath: Any) -> None:
-        """As in the stock class, which imports every installed object store's package to look at a local folder.
+        """Warns as the stock class does, but looks at a local folder itself: the stock class imports every installed
+        object store package for that.
 
-        Not said of the checkpoints that the fit is to resume from.
+        No warning when the fit may resume: the checkpoints it resumes from are expected there.
         """
         if self._auto_resume or (self._auto_resume is None and environment().launch.restarts):
             return
@@ -278,25 +284,31 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
                 super()._ModelCheckpoint__warn_if_dir_not_empty(dirpath)
             except Exception as error:  # Boundary: a client library raises anything for what a proxy or store answers.
                 if unknown_store(str(dirpath)):
-                    raise  # the stock class will write there, and it cannot
+                    raise  # the engine cannot write there, so the stock class would, and it cannot either
                 logger.warning("whether %s is empty is not known: %r; training goes on", dirpath, error)
         elif self.save_top_k != 0 and os.path.isdir(dirpath) and os.listdir(dirpath):
             _lightning.warn_user(self.namespace, f"Checkpoint directory {dirpath} exists and is not empty.")
 
     @staticmethod
     def _is_silent(dirpath: str) -> bool:
-        """True when the store does not answer: the stock class would wait for it without a limit."""
+        """True when the store does not answer. The stock class would then wait for it without a limit.
+
+        Blocks: for one short listing.
+        """
         if unknown_store(dirpath):
             return False
         try:
             open_tier(dirpath, glance=True).list(f"{META_DIR}/")
         except TierError as error:
-            logger.debug("%s cannot be listed: %s", dirpath, error)  # the look for what to resume from says it
+            logger.debug("%s cannot be listed: %s", dirpath, error)  # look() warns of it when it searches for steps
             return bool(error.retryable)
         return False
 
     def _is_new_fit(self, trainer: Any) -> bool:
-        """Ends what is left of an earlier fit whose last hooks did not reach this callback."""
+        """False when this fit has set up this callback already, else True.
+
+        Closes the session of an earlier fit whose last hooks did not reach this callback.
+        """
         saver = self._saver
         if saver is None:
             return True
@@ -323,7 +335,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         if self._exact_resume:
             session.resume.keep_rank_state(reread=self._exact_resume == "reread")
         if session.resume.found(places.key).unsupported or _wants_log(trainer):
-            saver.open()  # for an unsupported format this raises what it is
+            saver.open()  # raises an error that names the format when it is unsupported
         session.resume.intercept()
         if self._auto_resume is not False and not self.save_weights_only and trainer.global_step == 0:
             session.resume.offer(places.key, asked=self._auto_resume)
@@ -353,7 +365,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             key = self._places(dirpath).key
         newest = key.newest
         ours = {path for path in found if not is_stock(path)}
-        # "last" is the newest step, whatever its name, so that every rank finds the same one.
+        # "last" means the newest step, whatever its name, so that every rank finds the same step.
         candidates = {newest} if os.path.isdir(newest) else newest_file(key, prefer=ours) or ours
         trainer_session(trainer).resume.last_candidates |= candidates | {newest}
         return (found - ours) | candidates
@@ -361,7 +373,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
     # -- storage ------------------------------------------------------------------------------------------------------
 
     def _saver_of(self, path: str) -> CheckpointSaver | None:
-        """The saver when it writes and removes this path, None when the stock class does."""
+        """The saver when the engine writes and removes this path; None when the stock class does."""
         return self._saver if self._saver is not None and self._saver.name_of(path) is not None else None
 
     def _should_skip_saving_checkpoint(self, trainer: Any) -> bool:
@@ -380,7 +392,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             return
         wrapped = _lightning.save_is_wrapped(trainer)
         if wrapped:
-            saver.collect_from_trainer(filepath)  # first, because it may raise
+            saver.collect_from_trainer(filepath)  # before the attributes below change, because it may raise
         saver.before_request = saver.before_request or (self._last_global_step_saved, self._last_checkpoint_saved)
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
@@ -392,7 +404,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             saver.save(filepath)
 
     def _overrides(self, method: str) -> bool:
-        """True when a derived class, or code that has replaced the method, wants to do more than this class does."""
+        """True when a derived class overrides the method, or other code has replaced it on the instance."""
         return method in vars(self) or getattr(type(self), method) is not getattr(EngineModelCheckpoint, method)
 
     def _warn_of_stock_file(self, filepath: str) -> None:
@@ -427,8 +439,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
         _guide_effects.checkpoint_removed(self, trainer, str(filepath))
-        # A file of the stock class is removed at once only when the stock class, or a derived one, wrote its
-        # replacement too.
+        # A file that the stock class wrote is removed at once only when its replacement is such a file, too.
         saver = self._saver_of(str(filepath)) or self._saver_of(self._last_checkpoint_saved)
         if saver is None or (is_stock(str(filepath)) and is_stock(self._last_checkpoint_saved)):
             super()._remove_checkpoint(trainer, filepath)
@@ -447,7 +458,10 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
 
     @contextmanager
     def _collect(self, *, overlap: bool = False) -> Iterator[None]:
-        """All saves requested in one hook are one step under several names, written once."""
+        """Turns all saves requested in the block into one step with several names, written once.
+
+        ``overlap``: tensors may be copied after the hook returns, while the next batch runs.
+        """
         with self._own_hook(), nullcontext() if self._saver is None else self._saver.collect(overlap=overlap):
             yield
 
@@ -456,7 +470,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             self._saver.wait_for(paths, self._flush_timeout)
 
     def state_dict(self) -> dict[str, Any]:
-        with self._own_hook():  # called for a checkpoint that is being saved
+        with self._own_hook():  # called while a checkpoint is being saved: reading a path must not wait for that save
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -481,16 +495,18 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         self._saver.session.deliver_outcomes()
         module_follows = _lightning.module_overrides(trainer, "on_train_batch_end")
         if module_follows:
-            self._fence()  # its hook may change what is still being copied; while gradients accumulate, no step fenced
+            # The module's hook may change tensors that are still being copied. While gradients accumulate, no optimizer
+            # step has fenced that copy.
+            self._fence()
         if not is_step_boundary(trainer):
-            return  # no checkpoint in the middle of a step; the stock class checks its triggers again at the end
+            return  # no checkpoint within an optimizer step; the stock class checks its triggers again at its end
         if _saves_kept_weights(pl_module):
-            # The stock class puts other weights into the module during its hook: each save must copy inside it.
+            # The stock class puts other weights into the module during its hook, so each save must copy inside it.
             with self._own_hook():
                 super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             return
         if module_follows:
-            # Its hook runs after this hook, and what it changes belongs to this step.
+            # The module's hook runs after this hook, and what it changes belongs to this step.
             with self._saver.collect_for_later():
                 self._save_if_wanted(trainer, self._saver)
                 super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -502,7 +518,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             self._saver.session.batch_ended()
 
     def _save_if_wanted(self, trainer: Any, saver: CheckpointSaver) -> None:
-        """A supervisor asks for a save before it restarts the job."""
+        """Saves this step, without a name, if a supervisor has asked for it, as it does before it restarts the job."""
         if not self.save_weights_only and heartbeat.save_is_wanted(trainer.global_step):
             saver.save_unnamed()
 
@@ -528,7 +544,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             super().on_train_end(trainer, pl_module)
         self._fence()
         if self._saver is not None and self._saver.engine is not None:
-            # Before strategies tear down the model. Teardown waits for slower tiers.
+            # Before strategies tear down the model. teardown() waits for the slower tiers.
             self._saver.settle(Stage.COMMITTED, self._flush_timeout)
             self._saver.wait_for_all_ranks()
         _guide_effects.training_ended(self, trainer)
@@ -545,7 +561,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             self._fence()
             with self._collect():
                 super().on_exception(trainer, pl_module, exception)
-            # With several ranks only RECORDED: the others may not get here.
+            # With several ranks wait for RECORDED only: the other ranks may never get here.
             self._saver.settle(Stage.RECORDED if trainer.world_size > 1 else Stage.COMMITTED, _EXCEPTION_TIMEOUT)
         except Exception:  # Boundary: the user must get the exception that ended training, not a later one.
             logger.warning("no checkpoint could be saved after the exception", exc_info=True)
@@ -569,15 +585,14 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
 
 
 def _wants_log(trainer: Any) -> bool:
-    """True for a job of a launcher and where the user asked for events: their log has the start of the process, and
-    stays when the job has ended."""
+    """True when a launcher started the job, or the user asked for events. The event log then contains the start of the
+    process, and is kept after the job has ended."""
     return environment().wants_log or any(getattr(other, "reads_events", False) for other in trainer.callbacks)
 
 
 def _saves_kept_weights(module: Any) -> bool:
-    """True when the stock class (2.6) saves weights that the module kept from before the optimizer step.
-
-    It does with manual optimisation, when the module has them in ``saved_models``.
+    """True when the stock class (2.6) saves weights that the module kept from before the optimizer step: with manual
+    optimisation, when the module keeps them in ``saved_models``.
     """
     return not module.automatic_optimization and bool(getattr(module, "saved_models", None))
 

@@ -1,4 +1,4 @@
-"""``ProfileCheckpointCallback``: shows where the time of a save goes, in the trainer and in the host agent.
+"""``ProfileCheckpointCallback``: traces where the time of a save goes, in the training process and in the host agent.
 
 ``from resiliency.callbacks.profile import ProfileCheckpointCallback`` gives the class for the Lightning that is
 imported (``lightning.pytorch`` or ``pytorch_lightning``); ``build(namespace)`` gives it for a named one.
@@ -28,25 +28,25 @@ logger = logging.getLogger(__name__)
 class TracesSaves(StepHooks):
     """Traces every n-th save of each :mod:`~resiliency.callbacks.model_checkpoint` callback of the Trainer.
 
-    Each rank writes ``<trace_dir>/ckpt_rank{r}_step{n}_trace.json``, in the Chrome trace event format: open it at
-    https://ui.perfetto.dev. It has the work of this rank and of its host's agent, on one clock, with the ids and names
-    of their processes and threads. A save that fails has a trace that says why. Saves of one step by several callbacks
-    are in one file.
+    Each rank writes ``<trace_dir>/ckpt_rank{r}_step{n}_trace.json`` in the Chrome trace event format; open it at
+    https://ui.perfetto.dev. The file shows the work of this rank and of its host's agent on one clock, with the ids and
+    names of their processes and threads. The trace of a failed save says why it failed. When several callbacks save one
+    step, the file contains all of these saves.
 
-    A trace is written by a thread of its own, when the save has reached the last of its tiers, or after ``timeout``;
-    only the end of a fit waits for it, up to 10 s. Saves that are not traced cost nothing more. A trace that cannot be
-    written is warned of once.
+    A separate thread writes the trace when the save has reached its last tier, or after ``timeout``. Only the end of a
+    fit waits for that thread, up to 10 s. Saves that are not traced cost nothing more. When a trace cannot be written,
+    one warning is logged per fit.
 
     Thread: the training thread. Collective: at the start of a fit.
 
     Args:
-        trace_dir: folder, made when missing.
-        profile_checkpoint_interval: 1: every save, 2: every second one, the first of them not; and so on.
-        timeout: after which a trace is written although the save goes on, as when a tier is down.
+        trace_dir: local folder; it is created if missing.
+        profile_checkpoint_interval: 1: trace every save; 2: trace every second save, that is saves 2, 4, 6; and so on.
+        timeout: after this time the trace is written even if the save is not finished, for example when a tier is down.
 
     Raises:
-        ConfigError: an argument that cannot work; at the start of a fit, on all ranks, a folder that one of them cannot
-            write to.
+        ConfigError: an argument has a value that cannot work; at the start of a fit, on all ranks, one of them cannot
+            write to the folder.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class TracesSaves(StepHooks):
         self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy made in a fit traces nothing."""
+        """A copy made in a fit does not trace that fit's saves."""
         return {**vars(self), "_files": None}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -118,7 +118,7 @@ class TracesSaves(StepHooks):
         session.trace_save = trace_save
 
     def _write(self, trace: FinishedTrace) -> None:
-        """Runs on the trace's own thread."""
+        """Writes the file of a finished trace. Runs in the trace's own thread."""
         files = self._files
         if files is None:
             return
@@ -147,7 +147,7 @@ class TracesSaves(StepHooks):
 
 
 def _unwritable(folder: str, rank: int) -> str:
-    """Why a folder cannot be written to; "" when it can. Makes it."""
+    """Creates the folder. Returns why it cannot be written to; "" when it can."""
     probe = os.path.join(folder, f".write-{rank:05d}")
     try:
         os.makedirs(folder, exist_ok=True)

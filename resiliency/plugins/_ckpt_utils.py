@@ -1,7 +1,8 @@
-"""Which rank handles the files of checkpoints, and which checkpoint of some folders is the newest.
+"""Tells which rank handles checkpoint files, and finds the newest checkpoint in folders.
 
-The functions have the names and arguments of the library whose guide this project implements. A fit needs neither:
-:class:`resiliency.callbacks.model_checkpoint.ModelCheckpoint` finds the newest step of all tiers itself.
+The functions have the names and arguments of the library whose guide this project implements. They are for scripts; a
+fit does not need them, because :class:`resiliency.callbacks.model_checkpoint.ModelCheckpoint` itself finds the newest
+step in all tiers.
 """
 
 from __future__ import annotations
@@ -30,30 +31,30 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: An empty file of this name beside a checkpoint says that it is being written or deleted.
+#: Suffix of the marker: an empty file beside a checkpoint that says that it is being written or deleted.
 UNFINISHED_CHECKPOINT_SUFFIX = "-unfinished"
-#: Of the folder beside a checkpoint that says what the training was made of.
+#: Suffix of the folder beside a checkpoint that describes the training.
 CONTEXT_SUFFIX = "-context"
 _STEP = re.compile(r"(?:^|[-_=])step=(\d+)(?=$|[-_.])")
 _NO_CHECKPOINTS = (UNFINISHED_CHECKPOINT_SUFFIX, CONTEXT_SUFFIX)
 
 
 def unfinished_marker_path(checkpoint: str | os.PathLike[str]) -> Path:
-    """The marker of a checkpoint, beside it: of ``a/step=5.ckpt`` and ``a/step=5`` it is ``a/step=5-unfinished``."""
+    """The path of a checkpoint's marker: ``a/step=5-unfinished`` for ``a/step=5.ckpt`` and for ``a/step=5``."""
     path = Path(checkpoint)
     name = path.name.removesuffix(".ckpt").removesuffix("-EMA")
     return path.with_name(name + UNFINISHED_CHECKPOINT_SUFFIX)
 
 
 def get_is_checkpoint_file_handler(is_cluster_local_checkpointing: bool = False) -> bool:
-    """Whether this process makes and deletes the files of checkpoints. Collective: no. Blocks: no.
+    """True when this process creates and deletes checkpoint files. Collective: no. Blocks: no.
 
     Args:
-        is_cluster_local_checkpointing: checkpoints lie in folders that each host has for itself: one rank of each host
-            does it. False: rank 0 of the job.
+        is_cluster_local_checkpointing: True: each host has its own folder, and one rank per host handles files. False:
+            rank 0 of the job does.
 
     Raises:
-        ConfigError: of several ranks, none knows its place on its host.
+        ConfigError: True, in a job of several ranks, and the environment does not say which rank of its host this is.
     """
     rank, ranks = _rank_and_ranks()
     if not is_cluster_local_checkpointing:
@@ -73,25 +74,27 @@ def find_latest_checkpoint_path(
     checkpoint_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str] | None] | None,
     synchronize: bool = False,
 ) -> Path | None:
-    """The checkpoint of the largest step in the folders; None when there is none.
+    """The path of the checkpoint with the largest step in the folders; None when there is none.
 
-    A checkpoint is a file or folder whose name says its step (``step=5``, ``epoch=1-step=5.ckpt``), or any ``*.ckpt``
-    of this library. One that is not whole is passed over: with a marker ``-unfinished`` beside it, a torch
-    file without its end, a folder without the metadata that is written last, a step of this library that is not
-    committed. Of several with the same step, the one of the folder that comes first in the list. Where a job has gone
-    back to an older step, the newest of this library's steps is the last one saved, not the largest.
+    A checkpoint is a file or folder whose name contains its step (``step=5``, ``epoch=1-step=5.ckpt``), or any
+    ``*.ckpt`` of this library. Incomplete checkpoints are skipped: those with an ``-unfinished`` marker, torch files
+    without their end, folders without the metadata that is written last, and uncommitted steps of this library. When
+    several checkpoints have the same step, the first folder in the list wins. Of this library's checkpoints in a folder
+    only the newest step counts; after a job has gone back to an older step, that is the last one saved, which need not
+    have the largest number.
 
     Args:
-        checkpoint_dir: a folder or several; None among them is passed over, and a folder that is not there is empty.
-        synchronize: all ranks get the same path: of the largest step that every rank has a path of, or when there is
-            none, of the largest step of any rank; the path is that of the lowest rank that has it.
+        checkpoint_dir: a folder or a list of folders. None in it is skipped; a folder that does not exist counts as
+            empty.
+        synchronize: all ranks get the same path: that of the largest step for which every rank has a path, or if there
+            is none, of the largest step of any rank. The path is that of the lowest rank that has the step.
 
-    Collective: with ``synchronize``; then every rank must call it. Blocks: a listing and a few small reads for each
+    Collective: with ``synchronize``; then every rank must call it. Blocks: for a listing and a few small reads per
     folder; with ``synchronize`` up to the timeout of the process group.
 
     Raises:
         TypeError: ``checkpoint_dir`` is of another type.
-        ConfigError: an address, or ``synchronize`` with several ranks and no process group.
+        ConfigError: a folder is an address; or ``synchronize`` with several ranks and no process group.
     """
     best: dict[int, str] = {}
     for folder in _folders(checkpoint_dir):
@@ -125,7 +128,7 @@ def _folders(given: object) -> Iterator[Path]:
 
 
 def _checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
-    """Whole checkpoints directly in a folder, with their steps."""
+    """Complete checkpoints directly in a folder, with their steps; of this library's only the newest."""
     try:
         entries = sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -164,7 +167,7 @@ def _checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
 
 
 def _what_is_missing(path: Path) -> str:
-    """What a checkpoint of others lacks, in words; "" for one that seems whole."""
+    """Says what a checkpoint that this library did not write lacks; "" when it seems complete."""
     if path.is_file():
         # A torch file is an archive whose directory is written last.
         return "" if zipfile.is_zipfile(path) else "it is no torch file, or its end is missing"
@@ -184,7 +187,7 @@ def _what_is_missing(path: Path) -> str:
 
 
 def _agreed(own: dict[int, str]) -> dict[int, str]:
-    """The one step and path that all ranks take. Collective: yes."""
+    """The step and path that all ranks take, as a dict of one entry; empty when no rank has any. Collective: yes."""
     if not (dist.is_available() and dist.is_initialized()):
         rank, ranks = _rank_and_ranks()
         if ranks > 1:

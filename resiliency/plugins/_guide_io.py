@@ -1,4 +1,4 @@
-"""What the CheckpointIO plugins with names of the guide have in common: their arguments, and saves in the background.
+"""Common code of the guide's CheckpointIO plugins: checked arguments, and saves in the background.
 
 ``MinCkptOverheadCheckpointIO``, ``InClusterLocalCheckpointIO``, ``CombinedCheckpointIO`` and
 ``PersistentCheckpointProcessIO`` are :class:`~resiliency.plugins.checkpoint_io.TieredIO` with other settings.
@@ -27,7 +27,7 @@ __all__ = ["GuideIO", "IOArguments"]
 
 logger = logging.getLogger(__name__)
 
-#: What a plugin may be told with one save.
+#: Keys that the ``storage_options`` of a save may have.
 _STORAGE_OPTIONS = ("content_metadata", "finalize_fn", "is_persistent_storage")
 
 
@@ -36,15 +36,21 @@ class IOArguments:
     """The guide's arguments of a CheckpointIO, checked.
 
     Attributes:
-        save_ckpt_format: "torch_dist". Files are stock torch checkpoints whatever it says.
+        save_ckpt_format: must be "torch_dist"; files are nevertheless stock torch checkpoints.
         load_directly_on_device: a load without ``map_location`` puts tensors on this process's GPU, if it has one.
-        load_strictness: only None or "assume_ok_unexpected"; a LightningModule says itself how strict a load is.
-        async_save: a save returns when the state is copied; the rest is done in the background.
-        torch_dist_multiproc: threads of a rank that copy a save; None: as the options say.
-        assume_constant_structure: without effect: plans are kept as long as the structure is the same, and compared.
-        parallel: names of arguments that ask for sharing work out between ranks.
-        use_ckpt_load_replication: ranks without a local copy are to get it from others.
-        local_ckpt_dir: saves below this folder are in the local tier: committed, and not flushed to the disk.
+        load_strictness: None or "assume_ok_unexpected"; has no effect, because the LightningModule decides how strict
+            a load is.
+        async_save: a save returns when the state is copied; the commit happens in the background.
+        torch_dist_multiproc: threads of a rank that copy a save; None: as the engine's options say.
+        assume_constant_structure: has no effect: the engine keeps its plan as long as a comparison finds the state's
+            structure unchanged.
+        parallel: names of those arguments, set to True, that ask to share the work among ranks.
+        use_ckpt_load_replication: asks that ranks without a local copy get it from other ranks; has no effect, which is
+            logged.
+        local_ckpt_dir: saves below this folder are in the local tier: committed, but not flushed to the disk.
+
+    Raises:
+        ConfigError: a value that this library cannot do.
     """
 
     save_ckpt_format: str = "torch_dist"
@@ -77,14 +83,17 @@ class IOArguments:
             raise ConfigError(f"local_ckpt_dir={self.local_ckpt_dir!r} is an address; pass a folder of this host")
 
     def options(self, given: CheckpointerOptions | None) -> CheckpointerOptions:
-        """Options of the engine; those given stay, but for the number of threads if it is asked for."""
+        """The engine's options: those given, with ``torch_dist_multiproc`` as the number of copy threads if it is set.
+
+        ``given`` is None: this process does the agent's work.
+        """
         options = given or CheckpointerOptions(agent="embedded")
         return (
             options if self.torch_dist_multiproc is None else replace(options, copy_threads=self.torch_dist_multiproc)
         )
 
     def notes(self) -> list[str]:
-        """What was asked for that this plugin does in another way, one sentence each."""
+        """Messages for the user, one for each argument whose request the plugin does not carry out."""
         notes = []
         if self.parallel:
             notes.append(
@@ -101,7 +110,7 @@ class IOArguments:
         return notes
 
     def is_local(self, path: str) -> bool:
-        """True when a path is in the local tier."""
+        """True when a path is at or below ``local_ckpt_dir``."""
         if self.local_ckpt_dir is None or "://" in path:
             return False
         root = os.path.realpath(self.local_ckpt_dir)
@@ -110,7 +119,7 @@ class IOArguments:
 
 @dataclass
 class _Running:
-    """A save in the background, of one folder."""
+    """A save into one folder that goes on in the background."""
 
     ticket: Ticket
     name: str
@@ -118,14 +127,15 @@ class _Running:
 
 
 class GuideIO(TieredIO):
-    """The methods of the guide's plugins.
+    """Base class of the guide's plugins.
 
-    ``storage_options`` of a save may have ``is_persistent_storage`` (False: commit, and do not wait for the disk),
-    ``finalize_fn`` (called once the checkpoint is committed) and ``content_metadata`` (not needed, the checkpoint
+    ``storage_options`` of a save may have ``is_persistent_storage`` (False: commit, but do not flush to the disk),
+    ``finalize_fn`` (called once the checkpoint is committed) and ``content_metadata`` (ignored, because the checkpoint
     describes itself).
 
-    Threads, Collective, Blocks: as :class:`TieredIO`; with ``async_save`` a save blocks for the copy, and for the save
-    before it in the same folder. What fails in the background is warned of; deletions wait for a save that succeeds.
+    Threads, Collective, Blocks: as :class:`TieredIO`; with ``async_save`` a save blocks for the copy, and until the
+    previous save into the same folder is committed. A failure in the background is logged as a warning; deletions then
+    wait for the next save that succeeds.
     """
 
     def __init__(
@@ -138,7 +148,7 @@ class GuideIO(TieredIO):
     ) -> None:
         super().__init__(run=run, options=arguments.options(options), flush_timeout=flush_timeout)
         self._arguments = arguments
-        self._persistent: bool | None = None  # as the save that is going on was told
+        self._persistent: bool | None = None  # is_persistent_storage of the running call of save_checkpoint
         self._finalize: Callable[[], Any] | None = None
         for note in arguments.notes():
             logger.info("%s: %s", type(self).__name__, note)
@@ -146,7 +156,7 @@ class GuideIO(TieredIO):
     def _start(self) -> None:
         super()._start()
         self._running: dict[str, _Running] = {}  # folder -> the save in the background
-        self._waiting: dict[str, list[str]] = {}  # folder -> paths to remove once it is committed
+        self._waiting: dict[str, list[str]] = {}  # folder -> paths to remove once that save is committed
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -161,14 +171,14 @@ class GuideIO(TieredIO):
         """As :meth:`TieredIO.save_checkpoint`; see the class for ``storage_options``.
 
         Raises:
-            TypeError: ``storage_options`` has something else.
+            TypeError: ``storage_options`` is no dict, or has an unknown key.
         """
         told = _told(storage_options)
         with self._lock:
             self._persistent, self._finalize = told.get("is_persistent_storage"), told.get("finalize_fn")
             try:
                 super().save_checkpoint(checkpoint, path)
-                if self._finalize is not None:  # not done in the background
+                if self._finalize is not None:  # _save has not handed it to a save in the background
                     self._finalize()
             finally:
                 self._persistent = self._finalize = None
@@ -178,7 +188,7 @@ class GuideIO(TieredIO):
         return self._engines.take(directory, self._run, self._options, durable=not local)
 
     def _save(self, directory: str, name: str, checkpoint: Mapping[str, Any]) -> None:
-        if not self._arguments.async_save or self._is_last():  # nothing may come that would finish it
+        if not self._arguments.async_save or self._is_last():  # no later call may finish a save in the background
             super()._save(directory, name, checkpoint)
             return
         self._finish(directory)
@@ -190,7 +200,11 @@ class GuideIO(TieredIO):
         self._finalize = None
 
     def _finish(self, directory: str) -> None:
-        """Waits for the save in the background of a folder, and removes what waited for it."""
+        """Waits until the folder's save in the background is committed, then carries out the removals that waited for
+        it and calls its ``finalize_fn``. When the save failed, warns and keeps the checkpoints.
+
+        Blocks: up to ``flush_timeout``.
+        """
         running, waiting = self._running.pop(directory, None), self._waiting.pop(directory, [])
         if running is None:
             return
@@ -233,7 +247,7 @@ class GuideIO(TieredIO):
             super().remove_checkpoint(path)
 
     def teardown(self) -> None:
-        with self._lock, ExitStack() as stack:  # all of it is done: a finalize_fn is other code, and may raise
+        with self._lock, ExitStack() as stack:  # so that all folders are finished even if a finalize_fn raises
             stack.callback(super().teardown)
             for directory in list(self._running):
                 stack.callback(self._finish, directory)
@@ -251,5 +265,5 @@ def _told(storage_options: Any) -> Mapping[str, Any]:
 
 
 def _device() -> torch.device | None:
-    """This process's GPU; None without one."""
+    """This process's GPU; None when CUDA is not available."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None

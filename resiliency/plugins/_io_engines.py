@@ -1,7 +1,7 @@
-"""Engines of :class:`~resiliency.plugins.checkpoint_io.TieredIO`: one for each folder and run of a process.
+"""Engines of :class:`~resiliency.plugins.checkpoint_io.TieredIO`: one per folder and run in a process.
 
-Several Trainers of one process may have a plugin each and save into the same folder, one after the other or in turns. A
-second engine would be refused there, as another job is; so they use the same one, and the last to let go closes it.
+Several Trainers of one process may each have a plugin and save into the same folder. The folder would refuse a second
+engine as it refuses another job. So the plugins share one engine, and the last plugin that releases it closes it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class FolderEngine:
 
     Attributes:
         directory: the folder.
-        engine: opened at the first save.
-        users: numbers of the plugins that hold it.
+        engine: the engine; it opens at the first save.
+        users: numbers of the plugins that hold the engine.
     """
 
     directory: str
@@ -36,7 +36,7 @@ class FolderEngine:
     users: set[int] = field(default_factory=set)
 
 
-#: By process (a forked child must not use its parent's), folder and run.
+#: Engines by process id (a forked child must not use its parent's engines), folder and run.
 _engines: dict[tuple[int, str, str], FolderEngine] = {}
 _lock = threading.Lock()
 
@@ -45,7 +45,7 @@ class EngineUse:
     """The engines that one plugin holds. Thread: any.
 
     Args:
-        number: of the plugin, unique in the process.
+        number: number of the plugin, unique in the process.
     """
 
     def __init__(self, number: int) -> None:
@@ -53,16 +53,16 @@ class EngineUse:
         self._held: set[tuple[int, str, str]] = set()
 
     def holds(self, directory: str, run: str | None) -> bool:
-        """True when :meth:`take` has been called for it, and not :meth:`release` since."""
+        """True when this plugin has taken the engine of this folder and run and has not released it since."""
         return _key(directory, run) in self._held
 
     def take(
         self, directory: str, run: str | None, options: CheckpointerOptions, *, durable: bool = True
     ) -> FolderEngine:
-        """The engine of a folder and run; held until :meth:`release`.
+        """The engine of a folder and run, created if necessary; held until :meth:`release`.
 
         Args:
-            options, durable: of the engine and its folder, when no other plugin has made it before.
+            options, durable: settings of the engine and its folder; ignored when the engine exists already.
 
         Raises:
             ConfigError: the run or the options cannot work.
@@ -71,7 +71,7 @@ class EngineUse:
         with _lock:
             found = _engines.get(key)
             if found is None:
-                # Lightning calls the plugin on one rank with the whole state: for the engine, a job of one rank.
+                # Lightning calls the plugin on one rank with the whole state: for the engine this is a job of one rank.
                 only_files = not environment().wants_log
                 local = LocalTierOptions(directory=directory, durable=durable, only_files=only_files)
                 engine = Checkpointer(local, run=run, rank=0, world_size=1, options=options)
@@ -81,15 +81,15 @@ class EngineUse:
         return found
 
     def release(self, timeout: timedelta) -> None:
-        """Lets go of all engines; those that nobody holds are closed, once their saves are durable.
+        """Releases all engines; an engine that no plugin holds any more is closed, once its saves are durable.
 
-        Blocks: up to ``timeout`` for each.
+        Blocks: up to ``timeout`` for each engine.
         """
         while self._held:
             self._release(next(iter(self._held)), timeout)
 
     def release_one(self, directory: str, run: str | None, timeout: timedelta) -> None:
-        """As :meth:`release`, for one folder."""
+        """Like :meth:`release`, for the engine of one folder and run."""
         self._release(_key(directory, run), timeout)
 
     def _release(self, key: tuple[int, str, str], timeout: timedelta) -> None:

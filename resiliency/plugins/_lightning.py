@@ -1,8 +1,8 @@
-"""The code that uses Lightning's private attributes for saving and resuming.
+"""Uses Lightning's private attributes for saving and resuming.
 
-It reaches them from the trainer object, so that it serves both namespaces and all versions from 2.2. (What exact resume
-needs of the loops is in :mod:`resiliency.plugins.resume.rank_state`, what differs between strategies in
-:mod:`resiliency.plugins.strategies`.)
+All attributes are reached from the trainer object, so that the code serves both namespaces and all versions from 2.2.
+Code for the loops in an exact resume is in :mod:`resiliency.plugins.resume.rank_state`, code that differs between
+strategies in :mod:`resiliency.plugins.strategies`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 def tell_user(trainer: Any, message: str) -> None:
-    """Logs a message on rank 0 where Lightning's own messages to the user go."""
+    """Logs a message on rank 0 through the logger of Lightning's own messages to the user."""
     importlib.import_module(f"{_namespace_of(trainer)}.utilities.rank_zero").rank_zero_info(message)
 
 
@@ -75,7 +75,10 @@ def _is_of(trainer: Any, namespace: str) -> bool:
 
 
 class _Told:
-    """A function of Lightning's that is called together with one of ours; a copy or a pickle is Lightning's alone."""
+    """Calls a function of Lightning together with one of this library. A copy or pickle is Lightning's function alone.
+
+    ``original`` is Lightning's function; ``first`` and ``second`` are the two functions in the order of the calls.
+    """
 
     def __init__(self, original: Callable[[], None], first: Callable[[], None], second: Callable[[], None]) -> None:
         self._original, self._first, self._second = original, first, second
@@ -95,7 +98,7 @@ def _same(function: Callable[[], None]) -> Callable[[], None]:
 def tell_fetches(trainer: Any, started: Callable[[], None], ended: Callable[[], None]) -> None:
     """Calls ``started`` before and ``ended`` after each ``next()`` of the training loader, from the next epoch on.
 
-    Lightning gives the fetcher two functions of the epoch loop to call there, for its profiler. Idempotent.
+    Wraps the two functions of the epoch loop that Lightning's fetcher calls there for the profiler. Idempotent.
     """
     loop = trainer.fit_loop.epoch_loop
     before, after = getattr(loop, "_on_before_fetch", None), getattr(loop, "_on_after_fetch", None)
@@ -111,8 +114,8 @@ def tell_fetches(trainer: Any, started: Callable[[], None], ended: Callable[[], 
 def next_is_another_batch(trainer: Any) -> bool:
     """In ``on_train_batch_end``: True when the next thing Lightning does is to fetch and run another training batch.
 
-    False when a validation, the end of the epoch or the end of training comes first: there callbacks and the module may
-    swap or average weights, in hooks that run before those of our callbacks.
+    False when a validation, the end of the epoch or the end of training comes first, because there callbacks and the
+    module may swap or average weights in hooks that run before those of this library's callbacks.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     if epoch_loop.batch_progress.is_last_batch or _stopping(trainer) or epoch_loop._is_training_done:
@@ -128,7 +131,7 @@ def _validation_follows(trainer: Any) -> bool:
     if not getattr(trainer, "enable_validation", False):
         return False
     if getattr(trainer, "_val_check_time_interval", None) is not None:
-        return True  # decided by the clock, a moment later
+        return True  # it may follow: Lightning looks at the clock a moment later
     check = trainer.fit_loop.epoch_loop._should_check_val_fx
     try:
         return bool(check(trainer.fit_loop._data_fetcher))
@@ -137,17 +140,17 @@ def _validation_follows(trainer: Any) -> bool:
 
 
 def save_is_wrapped(trainer: Any) -> bool:
-    """True when other code has replaced or overridden ``trainer.save_checkpoint``, to be told of each save."""
+    """True when other code has replaced or overridden ``trainer.save_checkpoint``: it wants to see each save."""
     save = trainer.__dict__.get("save_checkpoint", type(trainer).save_checkpoint)
     where = f"{getattr(save, '__module__', '')}:{getattr(save, '__qualname__', '')}"
-    # functools.wraps copies both names, and leaves a trace.
+    # functools.wraps copies both names, but sets __wrapped__.
     return not where.endswith(".trainer.trainer:Trainer.save_checkpoint") or hasattr(save, "__wrapped__")
 
 
 @contextmanager
 def catch_save(trainer: Any, save: Callable[[dict[str, Any], Any], bool]) -> Iterator[None]:
-    """Within the block, what ``trainer.save_checkpoint`` would write goes to ``save(checkpoint, path)`` first, and to
-    the strategy when that returns False."""
+    """Within the block, ``trainer.save_checkpoint`` calls ``save(checkpoint, path)`` instead of writing; the strategy
+    writes only if that returns False."""
     strategy = trainer.strategy
     original = strategy.save_checkpoint
 
@@ -167,7 +170,7 @@ def catch_save(trainer: Any, save: Callable[[dict[str, Any], Any], bool]) -> Ite
 
 
 def save_as_stock(trainer: Any, checkpoint: dict[str, Any], path: str) -> None:
-    """Writes a dumped checkpoint as Lightning does when nobody has changed how: with ``torch.save``.
+    """Writes a dumped checkpoint as unmodified Lightning does: with ``torch.save``.
 
     Raises: what ``torch.save`` raises, for an object that cannot be pickled or a folder that cannot be used.
     """
@@ -176,7 +179,7 @@ def save_as_stock(trainer: Any, checkpoint: dict[str, Any], path: str) -> None:
 
 
 def about_to_end(trainer: Any) -> bool:
-    """True when probably no training batch follows in this fit, so that a save now may be the last one."""
+    """True when probably no training batch follows in this fit, so that a save now may be the last save."""
     return _stopping(trainer) or reached_its_end(trainer)
 
 
@@ -201,9 +204,9 @@ def module_overrides(trainer: Any, hook: str) -> bool:
 def after_batch_end_hooks(trainer: Any, action: Callable[[], None]) -> None:
     """In a callback's ``on_train_batch_end``: calls ``action`` once, right after the module's own hook of that name.
 
-    Lightning calls the callbacks first, then the module, then its logger connector: the action runs at that last
-    moment. Step numbers, progress and logged metrics are still those of the hook. When the module's hook raises, the
-    action is not called.
+    Lightning calls first the callbacks, then the module, then its logger connector; the action runs right before the
+    logger connector. Step numbers, progress and logged metrics are still those of the hook. When the module's hook
+    raises, the action is not called.
     """
     connector = trainer._logger_connector
     waiting = getattr(connector.on_batch_end, "_resiliency_actions", None)
@@ -223,7 +226,7 @@ def after_batch_end_hooks(trainer: Any, action: Callable[[], None]) -> None:
 
 
 def forget_batch_end_actions(trainer: Any) -> None:
-    """Undoes :func:`after_batch_end_hooks` when the actions were not called. Idempotent."""
+    """Drops the actions of :func:`after_batch_end_hooks` that were not called. Idempotent."""
     patched = trainer._logger_connector.__dict__.get("on_batch_end")
     if hasattr(patched, "_resiliency_actions"):
         del trainer._logger_connector.on_batch_end
@@ -233,19 +236,19 @@ def forget_batch_end_actions(trainer: Any) -> None:
 
 
 def intercept_resume(trainer: Any, decide: Callable[[Any], Any]) -> Callable[[], None]:
-    """Lets ``decide(path)`` choose what the next fit resumes from; ``path`` is the user's choice, or None.
+    """Makes the next fit resume from the path that ``decide(path)`` returns; ``path`` is the user's choice, or None.
 
-    Lightning resolves ``ckpt_path`` before any callback hook runs, on every rank from its own file system; only after
-    that can the ranks agree on one.
+    Lightning resolves ``ckpt_path`` before any callback hook runs, each rank in its own file system. Only after that
+    can the ranks agree on one path.
 
     Returns:
-        a function that undoes this when the fit did not start to resume.
+        A function that undoes this if the fit has not called ``decide`` yet. Idempotent.
     """
     connector = trainer._checkpoint_connector
     original = connector.resume_start
 
     def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-        undo()  # only for this fit
+        undo()  # because the change is for this fit only
         original(decide(checkpoint_path), *args, **kwargs)
 
     def undo() -> None:
@@ -257,10 +260,9 @@ def intercept_resume(trainer: Any, decide: Callable[[Any], Any]) -> Callable[[],
 
 
 def other_writer(trainer: Any) -> str:
-    """What else is to write this trainer's checkpoints, in words; "" for nothing.
+    """Names the user's code that must write this trainer's checkpoints instead of the engine; "" when there is none.
 
-    A CheckpointIO that the user passed may encrypt or upload; so may a function that was put in the place of
-    ``torch.save``.
+    A CheckpointIO or strategy that the user passed may encrypt or upload, and so may a replacement of ``torch.save``.
     """
     io = trainer.strategy.checkpoint_io
     stock = type(io).__name__ == "TorchCheckpointIO" and type(io).__module__.startswith(_FABRICS)
@@ -275,7 +277,7 @@ def other_writer(trainer: Any) -> str:
 
 
 def _is_users(strategy: Any, method: str) -> bool:
-    """True when other code than Lightning's has overridden or replaced a method of a strategy."""
+    """True when code outside Lightning has overridden or replaced a method of a strategy."""
     if method in vars(strategy):
         return True
     owner = next(cls for cls in type(strategy).__mro__ if method in vars(cls))
@@ -283,17 +285,17 @@ def _is_users(strategy: Any, method: str) -> bool:
 
 
 def torch_save_is_replaced() -> bool:
-    """True when other code has put a function of its own in the place of ``torch.save``: it wants to see the saves."""
+    """True when other code has replaced ``torch.save``: it wants to see the saves."""
     return torch.save is not torch.serialization.save
 
 
-#: Where Lightning's packages have the stock CheckpointIO.
+#: Prefixes of the modules that belong to Lightning's packages.
 _FABRICS = ("lightning.fabric.", "lightning_fabric.", "lightning.pytorch.", "pytorch_lightning.")
 
 
 def weights_only_of(namespace: str, given: bool | None) -> bool | None:
-    """What ``load_checkpoint(weights_only=given)`` means. Lightning before 2.6 has no such argument, and trusts; later
-    ones leave it to torch, which trusts before 2.6."""
+    """The ``weights_only`` that a load uses. It is ``given``, except that None means False, which trusts all files, with
+    Lightning before 2.6, which lacks the argument, and with torch before 2.6, to which newer Lightning leaves it."""
     stock = importlib.import_module(f"{namespace}.plugins.io").TorchCheckpointIO
     knows = "weights_only" in inspect.signature(stock.load_checkpoint).parameters
     if given is None and (not knows or torch.__version__ < "2.6"):
@@ -302,16 +304,16 @@ def weights_only_of(namespace: str, given: bool | None) -> bool | None:
 
 
 def patch_load_checkpoint(trainer: Any, load: Callable[[str, bool | None], dict[str, Any] | None]) -> None:
-    """Makes the strategy's CheckpointIO call ``load(path, weights_only)`` first, and its own method on None."""
+    """Makes the strategy's CheckpointIO call ``load(path, weights_only)`` first, and its own method if it gets None."""
     io = trainer.strategy.checkpoint_io
-    # Several trainers may use one plugin object, one after the other.
+    # Replaces an earlier patch, because several trainers may use one plugin object, one after the other.
     patched = io.__dict__.get("load_checkpoint")
     original = patched.original if isinstance(patched, _LoadOursFirst) else io.load_checkpoint
     io.load_checkpoint = _LoadOursFirst(load, original, weights_only_of(_namespace_of(trainer), None))
 
 
 class _LoadOursFirst:
-    """A ``CheckpointIO.load_checkpoint``. A class, so that a trainer can still be pickled."""
+    """Replaces a ``CheckpointIO.load_checkpoint``. A class, so that the trainer can still be pickled."""
 
     def __init__(
         self,
@@ -330,10 +332,10 @@ class _LoadOursFirst:
 
 
 def around_load(trainer: Any, began: Callable[[], None], ended: Callable[[], None]) -> Callable[[], None]:
-    """In ``setup`` of a fit: calls ``began`` before the strategy loads a checkpoint, and ``ended`` after it has.
+    """Calls ``began`` before the strategy loads a checkpoint, and ``ended`` afterwards. Call it in ``setup`` of a fit.
 
     Returns:
-        a function that undoes it. Idempotent.
+        A function that undoes this. Idempotent.
     """
     strategy = trainer.strategy
     original, shadowed = strategy.load_checkpoint, vars(strategy).get("load_checkpoint")
@@ -365,7 +367,7 @@ def suppress_mid_epoch_warning(trainer: Any) -> None:
     original = epoch_loop.reset
 
     def reset() -> None:
-        del epoch_loop.reset  # only for this restart
+        del epoch_loop.reset  # because the change is for this restart only
         with warnings.catch_warnings():
             warnings.filterwarnings(
                 "ignore", message="You're resuming from a checkpoint that ended before the epoch ended"
@@ -379,10 +381,12 @@ def suppress_mid_epoch_warning(trainer: Any) -> None:
 
 
 def before_ddp_wraps(trainer: Any, action: Callable[[], None]) -> Callable[[], None]:
-    """In ``setup`` of a fit: calls ``action`` once, right before the module is wrapped, when it has all its layers.
+    """Calls ``action`` once, right before DDP wraps the module. The module has all its layers then.
+
+    Call it in ``setup`` of a fit.
 
     Returns:
-        a function that undoes it. Idempotent.
+        A function that undoes this. Idempotent.
     """
     strategy = trainer.strategy
     original, shadowed = strategy.configure_ddp, vars(strategy).get("configure_ddp")
@@ -405,7 +409,7 @@ def before_ddp_wraps(trainer: Any, action: Callable[[], None]) -> Callable[[], N
 
 
 def ddp_arguments(trainer: Any) -> dict[str, Any]:
-    """What the strategy passes to torch's ``DistributedDataParallel``; to be changed in place."""
+    """The arguments that the strategy passes to torch's ``DistributedDataParallel``; change the dict in place."""
     arguments: dict[str, Any] = trainer.strategy._ddp_kwargs
     return arguments
 
@@ -414,22 +418,22 @@ def ddp_arguments(trainer: Any) -> dict[str, Any]:
 
 
 def is_lightnings_handler(trainer: Any, handler: Any) -> bool:
-    """True for a handler of a signal that the trainer has set for this fit."""
+    """True for a signal handler that Lightning has set for a fit."""
     return type(handler).__name__ == "_HandlersCompose" and type(handler).__module__.startswith(_FABRICS)
 
 
 def users_handler(trainer: Any, number: int, handler: Any) -> Any:
-    """The user's part of what handles a signal, None when there is none."""
+    """The user's handler of a signal: ``handler`` itself, or the one that Lightning's handler has replaced, or None."""
     if not is_lightnings_handler(trainer, handler):
         return handler
     return trainer._signal_connector._original_handlers.get(number)
 
 
 def prepare_loaders(trainer: Any, prepare: Callable[[Any], None]) -> Callable[[], None]:
-    """Calls ``prepare`` with each data loader before the trainer opens it; in ``setup`` of a fit.
+    """Calls ``prepare`` with each data loader before the trainer opens it. Call it in ``setup`` of a fit.
 
     Returns:
-        a function that ends that. Idempotent.
+        A function that undoes this. Idempotent.
     """
     strategy = trainer.strategy
     original, shadowed = strategy.process_dataloader, vars(strategy).get("process_dataloader")
@@ -451,19 +455,20 @@ def prepare_loaders(trainer: Any, prepare: Callable[[Any], None]) -> Callable[[]
 
 
 def add_worker_seeds(trainer: Any, loader: Any) -> None:
-    """What ``seed_everything(workers=True)`` asks for, as the trainer does later where the loader has no function for
-    its workers."""
+    """Sets the loader's ``worker_init_fn`` that seeds workers, if ``seed_everything(workers=True)`` asks for it and the
+    loader has none. The trainer would do the same later."""
     package = "lightning.fabric" if _is_of(trainer, "lightning.pytorch") else "lightning_fabric"
     utilities = importlib.import_module(f"{package}.utilities.data")
     utilities._auto_add_worker_init_fn(loader, trainer.global_rank)
 
 
 def after_signal_handlers(trainer: Any, action: Callable[[], None]) -> Callable[[], None]:
-    """In ``setup`` of a fit: calls ``action`` once, right after the trainer has set its handlers of signals, which is
-    before the sanity check.
+    """Calls ``action`` once, right after the trainer has set its signal handlers, which is before the sanity check.
+
+    Call it in ``setup`` of a fit.
 
     Returns:
-        a function that undoes it. Idempotent.
+        A function that undoes this. Idempotent.
     """
     connector = trainer._signal_connector
     original = connector.register_signal_handlers
@@ -482,7 +487,7 @@ def after_signal_handlers(trainer: Any, action: Callable[[], None]) -> Callable[
 
 
 def is_handling_exception(frame: FrameType | None) -> bool:
-    """True for what a thread runs while the trainer tells hooks of the exception that has ended the fit."""
+    """True when the frame runs while the trainer handles the exception that has ended the fit, its hooks included."""
     while frame is not None:
         if frame.f_code.co_name == "_interrupt" and frame.f_globals.get("__name__", "").startswith(_FABRICS):
             return True
@@ -491,7 +496,7 @@ def is_handling_exception(frame: FrameType | None) -> bool:
 
 
 def leave_handlers(trainer: Any, handlers: Mapping[int, Any]) -> None:
-    """Handlers that are there when the trainer has taken back its own, in place of the default ones."""
+    """Sets signal handlers that become active once the trainer has removed its own, where the default would be."""
     originals = trainer._signal_connector._original_handlers
     for number, handler in handlers.items():
         if originals.get(number) == signal.SIG_DFL:
@@ -499,20 +504,21 @@ def leave_handlers(trainer: Any, handlers: Mapping[int, Any]) -> None:
 
 
 def let_children_leave(trainer: Any) -> None:
-    """Where rank 0 has started the other ranks: nobody kills rank 0 when they end with another status than 0, which
-    Lightning's launcher does within 5 s."""
+    """If rank 0 has started the other ranks, lets them end with a status other than 0. Otherwise Lightning's launcher
+    would kill rank 0 within 5 s."""
     launcher = trainer.strategy.launcher
     if type(launcher).__name__ == "_SubprocessScriptLauncher":
-        launcher.procs.clear()  # a thread looks at this very list
+        launcher.procs.clear()  # in place, because the launcher's thread watches this list object
 
 
 def slurm_requeue(trainer: Any, handler: Any, number: int) -> bool:
-    """Lets Lightning save its checkpoint for a requeued SLURM job, and requeue it, where it would do so on this signal.
+    """Lets Lightning save its checkpoint and requeue the SLURM job, if its handler of this signal does that.
 
-    Collective: yes. Blocks: as its save.
+    Returns False, and does nothing, when the handler does not. Collective: yes. Blocks: as long as Lightning's save.
 
     Args:
-        handler: of the signal, that the trainer has set.
+        handler: the signal's handler that the trainer has set.
+        number: number of the signal.
     """
     connector = trainer._signal_connector
     requeue = getattr(connector, "_slurm_sigusr_handler_fn", None)
@@ -523,10 +529,10 @@ def slurm_requeue(trainer: Any, handler: Any, number: int) -> bool:
 
 
 def stop_asking_for_sigterm(trainer: Any) -> Callable[[], None]:
-    """Ends Lightning's question at each batch whether rank 0 got SIGTERM, a broadcast that all ranks wait for (2.6).
+    """Ends Lightning's broadcast (2.6) at each batch of whether rank 0 got SIGTERM, because all ranks wait for it.
 
     Returns:
-        a function that undoes it. Idempotent.
+        A function that undoes this. Idempotent.
     """
     loop = trainer.fit_loop.epoch_loop
     if not hasattr(loop, "_broadcast_sigterm_tensor"):
@@ -544,7 +550,7 @@ def stop_asking_for_sigterm(trainer: Any) -> Callable[[], None]:
 
 
 def after_teardown(trainer: Any, action: Callable[[], None]) -> None:
-    """In ``on_exception``: calls ``action`` once Lightning has tidied up; what it raises is what ``fit`` raises."""
+    """Calls ``action`` after Lightning's teardown; ``fit`` raises what it raises. Call it in ``on_exception``."""
     original = trainer._teardown
 
     def teardown() -> None:

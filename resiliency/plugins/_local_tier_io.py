@@ -1,4 +1,4 @@
-"""The plugin behind ``InClusterLocalCheckpointIO`` and ``CombinedCheckpointIO``, whose arguments are the same."""
+"""Implements ``InClusterLocalCheckpointIO`` and ``CombinedCheckpointIO``, which have the same arguments."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ __all__ = ["LocalTierIO"]
 
 
 class LocalTierIO(GuideIO):
-    """Saves with the engine, in a local tier without waiting for the disk; see :class:`GuideIO` for threads and waits.
+    """Saves with the engine; below ``local_ckpt_dir`` without flushing to the disk.
+
+    See :class:`GuideIO` for threads and waits.
 
     Args:
         save_ckpt_format, load_directly_on_device, load_strictness, async_save, torch_dist_multiproc,
             assume_constant_structure, use_ckpt_load_replication, local_ckpt_dir: see :class:`IOArguments`.
         persistent_parallel_save, persistent_parallel_save_within_dp, persistent_parallel_load, local_parallel_save,
-            local_parallel_save_within_dp, local_parallel_load: Lightning calls a plugin on rank 0 alone, which is said;
-            with this library's ModelCheckpoint every rank writes and reads its share.
+            local_parallel_save_within_dp, local_parallel_load: have no effect, which is logged, because Lightning calls
+            a plugin on rank 0 only. With this library's ModelCheckpoint every rank writes and reads its share.
         run, options, flush_timeout: as for ``TieredCheckpointIO``.
 
     Raises:
-        ConfigError: a value that cannot be done, with what to pass instead.
+        ConfigError: a value that this library cannot do; the message says what to pass instead.
     """
 
     def __init__(

@@ -1,12 +1,13 @@
-"""A ``CheckpointIO`` that saves with the engine: ``Trainer(plugins=[TieredCheckpointIO()])``.
+"""A ``CheckpointIO`` plugin that saves with the checkpoint engine: ``Trainer(plugins=[TieredCheckpointIO()])``.
 
-Stock Lightning calls a plugin's save on rank 0 only (DDP, single device), has no hook before the optimizer step, and
-expects that the file can be read when the save returns. So a save copies, digests and commits before it returns; only
-the fsync is left for the background. With :class:`resiliency.callbacks.model_checkpoint.ModelCheckpoint` every rank
-writes its share, the copy is lazy and nothing waits for the commit.
+Stock Lightning calls a plugin's save on rank 0 only (DDP, single device), offers the plugin no hook before the
+optimizer step, and expects that the file can be read when the save returns. So a save copies, digests and commits
+before it returns; only the fsync is left for the background. With
+:class:`resiliency.callbacks.model_checkpoint.ModelCheckpoint` instead, every rank writes its share, the copy is lazy,
+and training does not wait for the commit.
 
-What the engine cannot do is done as stock Lightning does it: addresses (``gs://``, ``memory://``) and what the engine
-refuses are written with ``torch.save``.
+Checkpoints at addresses (``gs://``, ``memory://``), and states that the engine refuses, are written with ``torch.save``
+as by stock Lightning.
 """
 
 from __future__ import annotations
@@ -41,23 +42,25 @@ __all__ = ["TieredCheckpointIO", "build"]  # noqa: F822 - TieredCheckpointIO is 
 
 logger = logging.getLogger(__name__)
 
-#: A disk that is full or failing: training goes on without the checkpoint.
+#: Errors of a full or failing disk: training goes on without the checkpoint.
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-#: Bytes of a file name, on every file system of Linux.
+#: Most bytes of a file name, on every file system of Linux.
 _LONGEST_NAME = 255
 _numbers = itertools.count()
 
 
 class TieredIO:
-    """The methods; the base class comes from the user's Lightning package, see :class:`AdapterClass`.
+    """A ``CheckpointIO`` that saves with the checkpoint engine and loads stock checkpoints and its own.
+
+    The Lightning base class comes from the user's package, see :class:`AdapterClass`.
 
     Args:
         run: name of the run, see :class:`Checkpointer`.
-        options: of the engine; None: the agent's work is done in this process, because the save waits for it.
-        flush_timeout: how long a save waits for its commit, and :meth:`teardown` for the disk.
+        options: options of the engine; None: this process does the agent's work, because the save waits for it anyway.
+        flush_timeout: the longest time that a save waits for its commit, and :meth:`teardown` for the disk.
 
-    Threads: any, one call at a time. Blocks: ``save_checkpoint`` for the copy and the commit; ``load_checkpoint`` for
-    reading and checking.
+    Threads: any thread; a lock lets one save or removal run at a time. Blocks: ``save_checkpoint`` for the copy and the
+    commit; ``load_checkpoint`` for reading and checking.
     """
 
     #: The Lightning package the class is built for; added by ``AdapterClass``.
@@ -75,17 +78,18 @@ class TieredIO:
         self._options = options or CheckpointerOptions(agent="embedded")
         self._flush_timeout = flush_timeout
         self._told_of_replaced = False
-        #: True after a teardown: no other may follow a save that comes now, so it closes its engine itself.
+        #: True after the first teardown. A save that comes later closes its engine, because no teardown may follow.
         self._torn_down = False
-        self._failed: dict[str, str] = {}  # folder -> the save that failed there; none since
-        self._postponed: dict[str, list[str]] = {}  # folder -> paths to remove once a save succeeds again
+        self._failed: dict[str, str] = {}  # folder -> path whose save failed there, if no save has succeeded since
+        self._postponed: dict[str, list[str]] = {}  # folder -> paths to remove once a save succeeds there again
         self._start()
 
     def _start(self) -> None:
-        """What is not pickled: strategies that spawn processes pickle the plugin, and people pickle trainers."""
-        self._lock = threading.RLock()  # Lightning's AsyncCheckpointIO saves on a thread of its own
+        """Creates the parts that are not pickled. Strategies that spawn processes pickle the plugin, and users pickle
+        trainers."""
+        self._lock = threading.RLock()  # because Lightning's AsyncCheckpointIO saves in a thread of its own
         self._engines = EngineUse(next(_numbers))
-        # No teardown follows a save outside of a fit, such as those of Fabric.
+        # Also released when the plugin is collected, because no teardown follows a save outside of a fit, as in Fabric.
         self._at_end = weakref.finalize(self, self._engines.release, self._flush_timeout)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -100,13 +104,15 @@ class TieredIO:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Saves a checkpoint; when it returns, the file can be read by ``torch.load``. Collective: no (rank 0).
+        """Saves a checkpoint; when it returns, ``torch.load`` can read the file. Collective: no (rank 0).
 
-        Blocks: for the copy and the commit, not for the disk. When the engine cannot save it, ``torch.save`` does. On a
-        full or failing disk it warns and returns, and the checkpoints that this one would have replaced are kept.
+        If the engine cannot save the checkpoint, ``torch.save`` does. On a full or failing disk it warns and returns,
+        and the checkpoints that this one would have replaced are kept.
+
+        Blocks: for the copy and the commit, not for the fsync.
 
         Raises:
-            TypeError: ``storage_options`` were passed; as the stock class.
+            TypeError: ``storage_options`` is not None; the stock class raises it, too.
             Exception: what ``torch.save`` raises, for an object that cannot be pickled or a folder that cannot be used.
         """
         if storage_options is not None:
@@ -147,10 +153,10 @@ class TieredIO:
                     self.remove_checkpoint(other)
 
     def _save(self, directory: str, name: str, checkpoint: Mapping[str, Any]) -> None:
-        """Saves with the engine and waits until the file is there.
+        """Saves with the engine and waits until the file exists.
 
         Raises:
-            ResiliencyError: it is not.
+            ResiliencyError: the save failed, or did not commit in ``flush_timeout``.
         """
         engine = self._take(directory).engine
         step = step_of(checkpoint, engine)
@@ -165,8 +171,8 @@ class TieredIO:
             raise ResiliencyError(f"the step was saved, but its name was not given to it; see {directory}")
 
     def _is_last(self) -> bool:
-        """True when no teardown may follow: after one, and under Lightning's AsyncCheckpointIO, which saves on a thread
-        of its own and tears down only itself."""
+        """True when perhaps no teardown of this plugin follows: after the first teardown, and outside the main thread,
+        because Lightning's AsyncCheckpointIO saves in a thread of its own and tears down only itself."""
         return self._torn_down or threading.current_thread() is not threading.main_thread()
 
     def _take(self, directory: str) -> FolderEngine:
@@ -180,16 +186,16 @@ class TieredIO:
         map_location: Any = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads one of our checkpoints and checks its bytes, or a stock file through torch. Collective: no.
+        """Loads a checkpoint of this library and verifies its digests, or a stock file through torch. Collective: no.
 
         Args:
             map_location: as for ``torch.load``; None: the CPU.
-            weights_only: objects of user-defined classes are loaded only with False, or when they were named to
-                ``torch.serialization.add_safe_globals``. None: as the stock class of this Lightning has it (before
-                2.6: False).
+            weights_only: False loads objects of any class. True loads user-defined classes only if they were passed to
+                ``torch.serialization.add_safe_globals``. None: the default of this Lightning's stock class (before 2.6:
+                False).
         """
         text = os.fspath(path)
-        # A file says of which run it is; a folder may have several.
+        # A file names its run; a folder may contain several runs.
         found = locate_and_load(
             text,
             run=self._run if os.path.isdir(text) else None,
@@ -200,15 +206,15 @@ class TieredIO:
         loaded: dict[str, Any] = found[1]
         if map_location is None or torch.device("cpu") == _device(map_location):
             return loaded
-        # The bytes are good; torch knows best what any other location means.
+        # The digests are right. torch.load reads the file again, because it knows what any other location means.
         return _stock_load(self, path, map_location, weights_only)
 
     # -- remove ---------------------------------------------------------------------------------------------------
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Deletes a checkpoint: its file at once, what else is stored of its step in the background.
+        """Deletes a checkpoint: its file at once, other files of its step in the background.
 
-        After a save that failed, deletions wait for the next one that does not.
+        After a save into the folder has failed, deletions there wait for the next save that succeeds.
         """
         place = place_of(path)
         if place is None:
@@ -223,7 +229,7 @@ class TieredIO:
                 return
             found = None if os.path.islink(full) else _identity(directory, name)
             if found is None:
-                if os.path.islink(full):  # as save_last="link" makes them; what it points to stays
+                if os.path.islink(full):  # save_last="link" makes links; only the link is deleted, not its target
                     os.unlink(full)
                 else:
                     _stock(self).remove_checkpoint(path)
@@ -244,11 +250,11 @@ class TieredIO:
         try:
             _stock(self).remove_checkpoint(path)
         except FileNotFoundError:
-            # The stock class looks first and then removes; the agent may have deleted the name in between.
+            # The stock class checks that the file exists and then removes it; the agent may have deleted it in between.
             logger.debug("%s was deleted already", path)
 
     def teardown(self) -> None:
-        """Waits until all saves are durable and closes the engines that no other plugin uses.
+        """Closes the engines that no other plugin uses, once their saves are durable.
 
         Blocks: up to ``flush_timeout`` for each folder.
         """
@@ -258,9 +264,9 @@ class TieredIO:
 
 
 def place_of(path: str | os.PathLike[str]) -> tuple[str, str] | None:
-    """Folder and name of a path; None for an address, and for a name that no file can have.
+    """Folder and file name of a path; None for an address, and for a name that is too long for a file.
 
-    The stock class refuses such a name as it does; the step that ours would write would stay behind without a name.
+    A name that is too long is left to the stock class, which raises; the engine would leave a step without a name.
     """
     local = local_path(os.fspath(path))
     if local is None:
@@ -270,7 +276,7 @@ def place_of(path: str | os.PathLike[str]) -> tuple[str, str] | None:
 
 
 def _identity(directory: str, name: str) -> Identity | None:
-    """What the file of a name says that it is; None when it is not ours, or nothing is there."""
+    """Which step and run the file says it belongs to; None when the engine did not write it, or it does not exist."""
     try:
         return read_name(LocalTier(directory), name)
     except UnsupportedFormat:
@@ -278,14 +284,17 @@ def _identity(directory: str, name: str) -> Identity | None:
 
 
 def _device(location: Any) -> torch.device | None:
-    """The one device that a ``map_location`` of ``torch.load`` means; None when it is a function or a table."""
+    """The device that a ``map_location`` of ``torch.load`` names; None when it is a function or a dict."""
     if isinstance(location, str | torch.device):
         return torch.device(location)
     return None
 
 
 def step_of(checkpoint: Mapping[str, Any], engine: Checkpointer) -> int:
-    """The checkpoint's ``global_step``; without one, the newest step plus one, so that saves stay in order."""
+    """The checkpoint's ``global_step``; without one, the newest step plus one, so that saves stay in order.
+
+    Blocks: without one, until earlier saves are committed.
+    """
     step = checkpoint.get("global_step") if isinstance(checkpoint, Mapping) else None
     if isinstance(step, int) and step >= 0:
         return step
@@ -299,7 +308,7 @@ def _stock(io: TieredIO) -> Any:
 
 def _stock_load(io: TieredIO, path: Any, map_location: Any, weights_only: bool | None) -> dict[str, Any]:
     stock = _stock(io)
-    location: dict[str, Any] = {} if map_location is None else {"map_location": map_location}  # it has a default
+    location: dict[str, Any] = {} if map_location is None else {"map_location": map_location}  # None: stock's default
     try:
         loaded: dict[str, Any] = stock.load_checkpoint(path, **location, weights_only=weights_only)
     except TypeError:

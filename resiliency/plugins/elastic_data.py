@@ -1,11 +1,12 @@
-"""Deals what is left of an epoch to another number of ranks, so that each sample is seen once.
+"""Deals the rest of an epoch to another number of ranks, so that each sample is seen once.
 
 ``DistributedSampler`` gives rank r of N the places r, r + N, r + 2N, ... of the epoch's order, which follows from seed
-and epoch. All ranks take as many batches. So what they have trained on is always a beginning of the order, and one
-number says how long it is. What follows it is dealt in the same way to the ranks that come.
+and epoch. All ranks take the same number of batches. So the samples that they have trained on are always the first ones
+of the order, and one number, their count, describes the position. The samples after them are dealt in the same way to
+the new ranks.
 
-As in stock Lightning, ranks get equally many samples: at the end of an epoch that does not divide, some are seen twice
-(or left out, with ``drop_last``), one less than there are ranks at most.
+As in stock Lightning, all ranks get the same number of samples: when an epoch does not divide by the number of ranks,
+some samples at its end are seen twice (or left out, with ``drop_last``), fewer than there are ranks.
 
 Everything here runs on the training thread and is not collective.
 """
@@ -29,15 +30,15 @@ __all__ = ["Dealing", "Position", "deal", "dealing_of", "epoch_order", "make_rep
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How far an epoch has come, for the checkpoint.
+    """The position in an epoch, as it is stored in a checkpoint.
 
     Attributes:
         epoch: number of the epoch.
-        seen: samples of its order that were trained on, up to the last optimizer step.
-        begun_at: samples that were seen when the present ranks began.
-        samples: of the data set.
-        seed, shuffle: of the order.
-        finished: the epoch has come to its end.
+        seen: number of samples, from the start of the epoch's order, trained on up to the last optimizer step.
+        begun_at: the value of ``seen`` when the present number of ranks began; 0: they began the epoch.
+        samples: number of samples in the data set.
+        seed, shuffle: they determine the order.
+        finished: True when all batches of the epoch were trained on.
     """
 
     epoch: int
@@ -54,14 +55,14 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Dealing:
-    """How the samples of an epoch from place ``begun_at`` on are dealt.
+    """How the samples of an epoch, from place ``begun_at`` of its order on, are dealt to ranks.
 
     Attributes:
-        samples: of the data set.
-        begun_at: place in the epoch's order.
-        ranks: data parallel ranks.
-        batch_size: samples of a rank's batch.
-        drop_uneven: samples that cannot be dealt evenly are left out, not filled up.
+        samples: number of samples in the data set.
+        begun_at: place in the epoch's order, counted from 0.
+        ranks: number of data parallel ranks.
+        batch_size: number of samples in one rank's batch.
+        drop_uneven: True: samples that cannot be dealt evenly are left out. False: other samples are repeated instead.
         drop_last: an incomplete last batch is left out.
     """
 
@@ -74,23 +75,23 @@ class Dealing:
 
     @property
     def per_rank(self) -> int:
-        """Samples that each rank gets."""
+        """Number of samples that each rank gets."""
         left = max(0, self.samples - self.begun_at)
         return left // self.ranks if self.drop_uneven else -(-left // self.ranks)
 
     @property
     def batches(self) -> int:
-        """Batches that each rank gets."""
+        """Number of batches that each rank gets."""
         return self.per_rank // self.batch_size if self.drop_last else -(-self.per_rank // self.batch_size)
 
     def seen_after(self, batches: int) -> int:
-        """Samples of the order that are seen when each rank has trained on so many of its batches."""
+        """Number of samples, from the start of the order, that are seen when each rank has trained on ``batches``."""
         of_each = min(batches * self.batch_size, self.per_rank)
         return min(self.samples, self.begun_at + of_each * self.ranks)
 
 
 def epoch_order(samples: int, *, seed: int, shuffle: bool, epoch: int) -> list[int]:
-    """The order of an epoch, as torch's DistributedSampler has it before it deals."""
+    """The order of an epoch's samples, as in torch's DistributedSampler before it deals them to ranks."""
     if not shuffle:
         return list(range(samples))
     generator = torch.Generator()
@@ -108,10 +109,10 @@ def deal(order: list[int], dealing: Dealing, rank: int) -> list[int]:
 
 
 def make_reproducible(loader: Any, seed: int) -> Callable[[], None] | None:
-    """In a job of one rank: gives the loader of a stock sampler one whose order follows from seed and epoch.
+    """In a job of one rank: replaces the loader's stock sampler by one whose order follows from seed and epoch.
 
     Returns:
-        what undoes it; None when nothing was to be done.
+        A function that undoes this; None when the loader has no stock sampler and nothing was changed.
     """
     sampler = getattr(loader, "sampler", None)
     batches = getattr(loader, "batch_sampler", None)
@@ -128,7 +129,7 @@ def make_reproducible(loader: Any, seed: int) -> Callable[[], None] | None:
     )
 
     def place(chosen: Any) -> None:
-        object.__setattr__(loader, "sampler", chosen)  # torch's loader refuses it by the usual way
+        object.__setattr__(loader, "sampler", chosen)  # because torch's DataLoader.__setattr__ refuses it
         batches.sampler = chosen
 
     place(ours)
@@ -139,13 +140,13 @@ def dealing_of(loader: Any, *, begun_at: int = 0) -> Dealing:
     """How a loader deals an epoch.
 
     Raises:
-        ConfigError: its order is not known; the message says what it can be instead.
+        ConfigError: the loader's order is not known; the message says what to use instead.
     """
     advice = "; pass ElasticityCallback(exact_epoch=False) to begin an interrupted epoch anew after a resize"
     kind = type(loader).__name__
     if is_stateful(loader):
         raise ConfigError(
-            f"the {kind} restores its own position, of which only it knows how to divide it among other ranks{advice}"
+            f"the {kind} saves a position of its own, which this library cannot divide among another number of ranks{advice}"
         )
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"the train loader is a {kind}, of which the order of samples is not known{advice}")
@@ -176,9 +177,9 @@ def dealing_of(loader: Any, *, begun_at: int = 0) -> Dealing:
 
 
 class _RestFirst(DistributedSampler[Any]):
-    """In one epoch: what is left of it. In all others: torch's own order.
+    """In the epoch of ``position``, gives only the rest of the epoch; in all other epochs, torch's own order.
 
-    Its length is that of a whole epoch, which Lightning's counters are set to (:class:`ElasticityCallback`).
+    Its length is always that of a whole epoch, because :class:`ElasticityCallback` sets Lightning's counters to match.
     """
 
     position: Position
@@ -193,12 +194,12 @@ class _RestFirst(DistributedSampler[Any]):
 
 
 def place_rest(loader: Any, position: Position, dealing: Dealing) -> Callable[[], None]:
-    """Makes the loader begin with what ``dealing`` leaves of the epoch of ``position``. Returns what undoes it."""
+    """Makes the loader begin with the rest of the epoch of ``position``, as ``dealing`` deals it. Returns the undo."""
     sampler = loader.sampler
-    # In its place: Lightning and the loader have the object.
+    # Changed in place, because Lightning and the loader hold this object.
     sampler.__class__ = _RestFirst
     sampler.position, sampler.dealing = position, dealing
-    sampler.set_epoch(position.epoch)  # worker processes draw indices before Lightning says the epoch
+    sampler.set_epoch(position.epoch)  # because workers draw indices before Lightning sets the epoch
 
     def undo() -> None:
         sampler.__class__ = DistributedSampler

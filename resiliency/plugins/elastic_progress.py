@@ -1,4 +1,4 @@
-"""Lightning's count of an epoch's batches, for a job that comes back with another number of ranks.
+"""Reads and changes Lightning's count of an epoch's batches, for a job that restarts with another number of ranks.
 
 Private attributes of Lightning used, reached from the trainer object: ``fit_loop`` (``epoch_loop``,
 ``epoch_progress``, ``_combined_loader``) and ``epoch_loop.batch_progress``. Everything here runs on the training
@@ -27,10 +27,10 @@ def train_loaders(trainer: Any) -> int:
 
 
 def place_in_epoch(trainer: Any) -> tuple[int, int] | None:
-    """In the hooks at the end of a batch: the epoch and how many of its batches were trained on.
+    """The epoch, and how many of its batches were trained on. Call it in the hooks at the end of a batch.
 
-    None elsewhere, where Lightning's counts of epochs and of batches may be of different epochs, and while gradients
-    are accumulated.
+    None while gradients are accumulated, and in other hooks, because there Lightning's counts of epochs and of batches
+    may belong to different epochs.
     """
     batches = trainer.fit_loop.epoch_loop.batch_progress.current
     if batches.processed != batches.completed + 1 or not is_step_boundary(trainer):
@@ -39,29 +39,30 @@ def place_in_epoch(trainer: Any) -> tuple[int, int] | None:
 
 
 def move_to_batch(trainer: Any, batch: int) -> None:
-    """Makes Lightning take ``batch`` for the number of batches done, in a restored epoch that goes on.
+    """Sets Lightning's number of batches done to ``batch``, in a restored epoch that continues.
 
-    Which hooks of the last one were done stays as it was at the save. Call it before the loops start.
+    Lightning's record of which hooks of the last batch have run stays as it was at the save. Call it before the loops
+    start.
     """
     current = trainer.fit_loop.epoch_loop.batch_progress.current
     by = batch - current.processed
-    for name in ("ready", "started", "processed", "completed"):  # the last one may be -1: Lightning adds it
+    for name in ("ready", "started", "processed", "completed"):  # completed may become -1; Lightning adds 1 later
         setattr(current, name, getattr(current, name) + by)
     if not has_stages(trainer.fit_loop.epoch_loop):
-        current.completed = current.processed  # it would train on the last batch again
+        current.completed = current.processed  # otherwise Lightning before 2.5 would train on the last batch again
 
 
 def end_epoch(trainer: Any, batches: int) -> None:
-    """As :func:`move_to_batch`, after a save at the end of an epoch, which has ``batches`` batches now."""
+    """Like :func:`move_to_batch`, after a save at the end of an epoch that has ``batches`` batches at this size."""
     move_to_batch(trainer, batches)
     begin_after_finished_epoch(trainer.fit_loop)
 
 
 def begin_epoch(trainer: Any) -> None:
-    """In ``on_train_start``, after :func:`end_epoch`: makes the epoch that begins one that Lightning counts.
+    """Makes Lightning count the epoch that begins as a new one. Call it in ``on_train_start``, after :func:`end_epoch`.
 
-    After a save in ``on_train_batch_end`` of an epoch's last batch Lightning takes the next epoch for the one that goes
-    on: it is not counted as begun, and a restart within it is none for Lightning, which counts its batches from 0.
+    After a save in ``on_train_batch_end`` of an epoch's last batch, Lightning takes the next epoch for the interrupted
+    one. It would not count that epoch as begun, and after a restart within it would count its batches from 0.
     """
     fit_loop = trainer.fit_loop
     if has_stages(fit_loop.epoch_loop) and fit_loop.epoch_progress.current.ready == trainer.current_epoch:

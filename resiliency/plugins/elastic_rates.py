@@ -1,8 +1,8 @@
-"""Reads and sets the learning rates of optimizers and schedulers, all numbers that scale with a rate among them.
+"""Reads and sets the learning rates of optimizers and schedulers, and the bounds that scale with them.
 
-Of an optimizer: ``lr`` of each parameter group, and what schedulers keep there (``initial_lr``, ``max_lr``,
-``min_lr``). Of a scheduler: ``base_lrs``, ``max_lrs``, ``min_lrs`` and ``_last_lr``, also of those within
-``SequentialLR`` and ``ChainedScheduler``. Rates that are tensors stay the same tensors.
+In an optimizer these are ``lr`` of each parameter group and the values that schedulers keep there (``initial_lr``,
+``max_lr``, ``min_lr``). In a scheduler these are ``base_lrs``, ``max_lrs``, ``min_lrs`` and ``_last_lr``, also of the
+schedulers inside ``SequentialLR`` and ``ChainedScheduler``. A rate that is a tensor is changed in place.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OF_SCHEDULERS = ("base_lrs", "max_lrs", "min_lrs", "_last_lr")
 
 
 def read_rates(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> list[float]:
-    """All rates, in an order that follows from the optimizers and schedulers."""
+    """All rates, in an order that depends only on the optimizers and schedulers."""
     return [float(holder[key]) for holder, key in _places(optimizers, schedulers)]
 
 
@@ -27,7 +27,7 @@ def write_rates(optimizers: Sequence[Any], schedulers: Sequence[Any], rates: Seq
     """Sets all rates, in the order of :func:`read_rates`."""
     for (holder, key), rate in zip(list(_places(optimizers, schedulers)), rates, strict=True):
         if isinstance(holder[key], torch.Tensor):
-            holder[key].fill_(rate)  # a capturable optimizer reads this very tensor
+            holder[key].fill_(rate)  # in place, because a capturable optimizer reads this tensor object
         else:
             holder[key] = rate
 
@@ -46,7 +46,7 @@ def _of_scheduler(scheduler: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
         yield from _of_scheduler(inner, seen)
     for name in _OF_SCHEDULERS:
         rates = getattr(scheduler, name, None)
-        # SequentialLR has the very list of one of its schedulers.
+        # SequentialLR shares the list object of one of its schedulers.
         if isinstance(rates, list) and id(rates) not in seen:
             seen.add(id(rates))
             yield from ((rates, index) for index in range(len(rates)))

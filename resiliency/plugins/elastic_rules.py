@@ -1,8 +1,9 @@
-"""What changes with the number of data parallel ranks: gradient accumulation and learning rates. Pure.
+"""Computes gradient accumulation and learning rates for another number of data parallel ranks. Pure functions.
 
-Both follow from the sizes alone, and from what the job began with, so that a job that comes back to an earlier size has
-the very numbers that it had there. Scaling the rate with the global batch is the rule of Goyal et al. ("Accurate, Large
-Minibatch SGD", 2017), with its square root that of Krizhevsky ("One weird trick", 2014) for adaptive optimizers.
+Both depend only on the two sizes and on the settings that the job began with, so that a job that returns to an earlier
+size has exactly the numbers that it had there. Scaling the rate with the global batch is the rule of Goyal et al.
+("Accurate, Large Minibatch SGD", 2017), scaling it with the square root that of Krizhevsky ("One weird trick", 2014)
+for adaptive optimizers.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ RULES = ("keep_global_batch", "linear_lr", "sqrt_lr")
 
 
 def accumulation(*, began_with: int, accumulated: int, size: int, nearest: bool) -> int:
-    """Batches to accumulate at ``size`` ranks, for the global batch that the job began with.
+    """Number of batches to accumulate at ``size`` ranks, for the global batch that the job began with.
 
     Args:
-        began_with: data parallel ranks at the beginning.
-        accumulated: batches that each accumulated then.
-        nearest: where the global batch cannot be kept, take what comes nearest.
+        began_with: number of data parallel ranks that the job began with.
+        accumulated: number of batches that each of them accumulated.
+        nearest: when the global batch cannot be kept, take the nearest one.
 
     Raises:
-        ConfigError: it cannot be kept, and ``nearest`` is False.
+        ConfigError: the global batch cannot be kept, and ``nearest`` is False.
     """
     whole, rest = divmod(began_with * accumulated, size)
     if whole and not rest:
@@ -44,7 +45,7 @@ def accumulation(*, began_with: int, accumulated: int, size: int, nearest: bool)
 
 
 def rate_factor(rule: str | None, *, began_with: int, size: int) -> float:
-    """By what the learning rates that the job began with are multiplied at ``size`` ranks."""
+    """The factor at ``size`` ranks for the learning rates that the job began with; 1.0 without a rule for rates."""
     if rule == "linear_lr":
         return size / began_with
     if rule == "sqrt_lr":
@@ -54,11 +55,12 @@ def rate_factor(rule: str | None, *, began_with: int, size: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """One learning rate, or a bound of one, of an optimizer or a scheduler.
+    """One learning rate, or a bound of a rate, of an optimizer or a scheduler.
 
     Attributes:
-        base: what it is at the number of ranks that the job began with.
-        placed: what it was set to for the present number. As long as it is that, ``base`` is exact.
+        base: its value at the number of ranks that the job began with.
+        placed: the value that it was set to for the present number of ranks. ``base`` is exact as long as the rate
+            still has this value.
     """
 
     base: float
@@ -68,14 +70,14 @@ class Rate:
 def rescaled(known: Sequence[Rate], now: Sequence[float], *, before: float, factor: float) -> list[Rate]:
     """The rates at another number of ranks.
 
-    A rate that nobody has changed since it was set is worked out from its base, without rounding twice. One that a
-    scheduler has changed is divided by the factor it had.
+    A rate that still has its ``placed`` value is computed from its base, so that it is not rounded twice. For a rate
+    that a scheduler has changed, the base is the present value divided by ``before``.
 
     Args:
-        known: those of the last resize, or of the beginning.
-        now: present values, in the same order; the number differs when the script has other optimizers now.
+        known: the rates of the last resize, or of the beginning.
+        now: the present values, in the same order; there may be more or fewer when the script has other optimizers now.
         before: the factor that applied to ``now``.
-        factor: the new one.
+        factor: the new factor.
     """
     if len(known) != len(now):
         known = [Rate(base=value / before, placed=value) for value in now]

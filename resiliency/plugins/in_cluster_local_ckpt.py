@@ -1,7 +1,7 @@
-"""``InClusterLocalCheckpointIO``: a CheckpointIO plugin of the guide, on the engine of this library.
+"""``InClusterLocalCheckpointIO``: a CheckpointIO plugin of the guide that saves with this library's engine.
 
-It is :class:`resiliency.plugins.checkpoint_io.TieredCheckpointIO` with the guide's arguments, and knows which folder is
-the local tier. ``build(namespace)`` gives it for a named Lightning package.
+It is :class:`resiliency.plugins.checkpoint_io.TieredCheckpointIO` with the guide's arguments, one of which names the
+local tier's folder. ``build(namespace)`` gives the class for a named Lightning package.
 """
 
 from __future__ import annotations

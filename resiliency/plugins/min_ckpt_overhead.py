@@ -1,7 +1,7 @@
-"""``MinCkptOverheadCheckpointIO``: a CheckpointIO plugin of the guide, on the engine of this library.
+"""``MinCkptOverheadCheckpointIO``: a CheckpointIO plugin of the guide that saves with this library's engine.
 
 It is :class:`resiliency.plugins.checkpoint_io.TieredCheckpointIO` with the guide's arguments. ``build(namespace)``
-gives it for a named Lightning package.
+gives the class for a named Lightning package.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class MinOverheadIO(GuideIO):
     Args:
         save_ckpt_format, load_directly_on_device, load_strictness, async_save, torch_dist_multiproc,
             assume_constant_structure: see :class:`IOArguments`.
-        parallel_save, parallel_save_within_dp, parallel_load: Lightning calls a plugin on rank 0 alone, which is said;
-            with this library's ModelCheckpoint every rank writes and reads its share.
+        parallel_save, parallel_save_within_dp, parallel_load: have no effect, which is logged, because Lightning calls
+            a plugin on rank 0 only. With this library's ModelCheckpoint every rank writes and reads its share.
         run, options, flush_timeout: as for ``TieredCheckpointIO``.
 
     Raises:
-        ConfigError: a value that cannot be done, with what to pass instead.
+        ConfigError: a value that this library cannot do; the message says what to pass instead.
     """
 
     def __init__(

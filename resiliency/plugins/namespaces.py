@@ -21,7 +21,7 @@ _KNOWN = ("lightning.pytorch", "pytorch_lightning")
 
 
 def namespaces() -> list[str]:
-    """Installed namespaces, ``lightning.pytorch`` first. Does not import them."""
+    """The installed Lightning namespaces, ``lightning.pytorch`` first. Does not import them."""
     return [name for name in _KNOWN if importlib.util.find_spec(name.split(".")[0]) is not None]
 
 
@@ -41,18 +41,18 @@ def default_namespace() -> str:
 class AdapterClass:
     """A class of this library with a Lightning base class, built once per namespace.
 
-    The module that defines it exports ``build`` (this object's method) and, through the module's ``__getattr__``, the
-    class of :func:`default_namespace` under its name. One adapter class per module: pickles find it by ``build``.
+    The defining module exports ``build`` (this object's method) and, through its ``__getattr__``, the class of
+    :func:`default_namespace` under its name. A module has only one adapter class, because pickles find it by ``build``.
 
     Args:
-        module: ``__name__`` of the module that defines it.
-        name: of the class. Lightning stores a callback's state under this name.
-        parts: classes of this library, before Lightning's in the method resolution order; the last one has the
-            docstring.
+        module: ``__name__`` of the defining module.
+        name: name of the class. Lightning stores a callback's state under this name.
+        parts: classes of this library, before Lightning's in the method resolution order; the docstring comes from the
+            last one.
         base: Lightning's class, as "module below the namespace:class", such as "callbacks:ModelCheckpoint".
-        qualname: another name under which the module exports the class, where tools look classes up by name: a
-            LightningCLI that is given a short name searches all subclasses of Lightning's class for it, and must not
-            find two.
+        qualname: the class's ``__qualname__`` if it must differ from ``name``; the module exports the class under this
+            name, too. Needed because a LightningCLI that is given a short name searches all subclasses of Lightning's
+            class for it, and must not find two.
     """
 
     def __init__(self, module: str, name: str, *parts: type[Any], base: str, qualname: str | None = None) -> None:
@@ -66,7 +66,7 @@ class AdapterClass:
     def build(self, namespace: str) -> type[Any]:
         """The class for ``lightning.pytorch`` or ``pytorch_lightning``; the same object each time.
 
-        It has an attribute ``namespace``. Instances can be pickled and copied.
+        The class has an attribute ``namespace``. Instances can be pickled and copied.
         """
         found = self._built.get(namespace)
         if found is None:
@@ -90,7 +90,7 @@ class AdapterClass:
         def reduce_ex(instance: Any, protocol: Any) -> Any:
             reduced = object.__reduce_ex__(instance, max(2, protocol))
             if type(instance) is not self._built[namespace]:
-                return reduced  # of a class derived from ours, found by its own module and name
+                return reduced  # a derived class, which pickle finds by its own module and name
             return (_new, (self._module, namespace), *reduced[2:])
 
         return reduce_ex
@@ -103,7 +103,7 @@ class AdapterClass:
 
 
 def _constructor(own: type[Any], stock: type[Any]) -> Callable[..., None]:
-    """A constructor that calls ``own``'s and shows the arguments of both, those of Lightning's class first."""
+    """A constructor that calls ``own``'s, with a signature that shows the arguments of both, Lightning's first."""
     parameters = list(inspect.signature(own.__init__, eval_str=True).parameters.values())
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         inherited = inspect.signature(stock.__init__, eval_str=True).parameters.values()
@@ -124,10 +124,10 @@ def _new(module: str, namespace: str) -> Any:
 
 
 def require_trainer_of(namespace: str, trainer: Any, name: str, module: str) -> None:
-    """Refuses a Trainer of the other Lightning package; ``name`` and ``module`` are of the adapter class.
+    """Refuses a Trainer of the other Lightning package. ``name`` and ``module``: those of the adapter class.
 
     Raises:
-        ConfigError: with what to import or build instead.
+        ConfigError: the Trainer is of the other package; the message says what to import or build instead.
     """
     package = namespace.split(".")[0]
     if any(cls.__module__.startswith(package + ".") for cls in type(trainer).__mro__):

@@ -1,8 +1,8 @@
-"""Which communication is overlapped with computation, decided from how a job is parallelised. Pure.
+"""Decides from a job's parallelism which communication is overlapped with computation. Pure functions.
 
-The rules for Megatron are those of NVIDIA's NeMo guide (communication overlap), with the exception that the parameters'
-gather is not overlapped with the optimizer step unless it is asked for: the weights that a save reads may then not be
-there yet. The rules for DDP follow from how torch groups gradients into buckets, each of which is reduced as soon as
+The rules for Megatron are those of NVIDIA's NeMo guide (communication overlap), with one exception: gathering
+parameters is overlapped with the optimizer step only on request, because a save might read weights that have not
+arrived yet. The rules for DDP follow from how torch groups gradients into buckets, each of which is reduced as soon as
 its last gradient is known (Li et al., "PyTorch Distributed", VLDB 2020).
 """
 
@@ -26,9 +26,9 @@ __all__ = [
 _MIB = 1024 * 1024
 #: Elements in a bucket of Megatron's gradients.
 _MEGATRON_BUCKET = 128 * _MIB
-#: What torch's DDP takes for a bucket when nobody says.
+#: Default bucket size of torch's DDP.
 _TORCH_BUCKET_MIB = 25
-#: Below that a reduction is mostly latency.
+#: The reduction of a smaller bucket would be mostly latency.
 _SMALLEST_BUCKET_MIB = 1
 #: With fewer buckets hardly anything is left to compute while the first one is reduced.
 _BUCKETS = 4
@@ -36,10 +36,10 @@ _BUCKETS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """How a model is divided: ranks in each dimension.
+    """How a model is divided: number of ranks in each dimension.
 
     Attributes:
-        virtual_pipeline: model chunks of a pipeline stage; 1: no interleaving.
+        virtual_pipeline: number of model chunks in a pipeline stage; 1: the pipeline is not interleaved.
     """
 
     tensor: int = 1
@@ -52,10 +52,10 @@ class Parallelism:
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronOverlap:
-    """Settings of Megatron's model, optimizer and DDP configurations, under their names there; None: not decided.
+    """Settings of Megatron's model, optimizer and DDP configurations, named as there; None: the rules decide.
 
     Attributes:
-        bucket_size: elements.
+        bucket_size: number of elements in a bucket of gradients.
     """
 
     tp_comm_overlap: bool | None = None
@@ -75,7 +75,7 @@ class MegatronOverlap:
 def model_overlap(
     parallelism: Parallelism, asked: MegatronOverlap, *, transformer_engine: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Settings of the model's configuration, by name, and what is to be said of them.
+    """The settings of the model's configuration, by name, and warnings for the user.
 
     Raises:
         ConfigError: settings that contradict each other or the parallelism.
@@ -115,7 +115,7 @@ def model_overlap(
 def _tensor_overlap(
     parallelism: Parallelism, asked: MegatronOverlap, transformer_engine: bool, notes: list[str]
 ) -> bool:
-    """Off unless it is asked for; asked for where it is impossible, it is off and that is said, as in NeMo."""
+    """True when tensor parallel overlap is asked for and possible. When it is impossible, adds a note, as NeMo does."""
     if not asked.tp_comm_overlap:
         return False
     missing = []
@@ -133,12 +133,12 @@ def _tensor_overlap(
 def gradient_overlap(
     parallelism: Parallelism, asked: MegatronOverlap, *, distributed_optimizer: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Settings of the optimizer's and of Megatron DDP's configurations, by name, and what is to be said of them.
+    """The settings of the optimizer's and of Megatron DDP's configurations, by name, and warnings for the user.
 
-    They have an effect with Megatron's distributed optimizer only: without it there are none.
+    Without Megatron's distributed optimizer they have no effect, and an empty dict is returned.
 
     Raises:
-        ConfigError: a setting that has no effect there was asked for, or settings that contradict each other.
+        ConfigError: a setting is asked for that needs the distributed optimizer, or settings contradict each other.
     """
     names = (
         "overlap_grad_reduce",
@@ -181,7 +181,7 @@ def _chosen(asked: Any, default: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class DDPOverlap:
-    """Arguments of torch's ``DistributedDataParallel``; None: not decided.
+    """Arguments of torch's ``DistributedDataParallel``; None: :func:`ddp_overlap` decides.
 
     Attributes:
         bucket_cap_mb: MiB of gradients that are reduced together.
@@ -197,15 +197,15 @@ class DDPOverlap:
 def ddp_overlap(
     asked: DDPOverlap, *, configured: Mapping[str, Any], gradient_bytes: int, accumulate: int = 1
 ) -> tuple[dict[str, Any], list[str]]:
-    """Arguments to add to those that the strategy passes to ``DistributedDataParallel``, and what is to be said.
+    """The arguments to add to those that the strategy passes to ``DistributedDataParallel``, and warnings for the user.
 
     Args:
-        configured: what the strategy passes; it has priority where nothing was asked.
-        gradient_bytes: of all parameters that are trained.
-        accumulate: batches whose gradients are added before they are reduced.
+        configured: the arguments that the strategy passes; they are kept unless ``asked`` contradicts them.
+        gradient_bytes: bytes of the gradients of all trained parameters.
+        accumulate: number of batches whose gradients are added before they are reduced.
 
     Raises:
-        ConfigError: what was asked and what the strategy passes contradict each other, or a value that cannot work.
+        ConfigError: ``asked`` and ``configured`` contradict each other, or a value cannot work.
     """
     if asked.static_graph and accumulate > 1:
         raise ConfigError(
@@ -237,7 +237,8 @@ def ddp_overlap(
 
 
 def _bucket_mib(gradient_bytes: int) -> float | None:
-    """None: as torch decides, where that makes some buckets."""
+    """Bucket size in MiB that makes about four buckets; None when torch's default makes at least four, or the gradients
+    are too small to divide."""
     mib = gradient_bytes / _MIB
     if mib >= _BUCKETS * _TORCH_BUCKET_MIB or mib <= _SMALLEST_BUCKET_MIB:
         return None

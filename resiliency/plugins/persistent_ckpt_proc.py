@@ -1,7 +1,7 @@
-"""``PersistentCheckpointProcessIO``: a CheckpointIO plugin of the guide, on the engine of this library.
+"""``PersistentCheckpointProcessIO``: a CheckpointIO plugin of the guide that saves with this library's engine.
 
-Around another plugin of this library it saves in the background with a helper process that stays, the host agent.
-``build(namespace)`` gives it for a named Lightning package.
+It takes the settings of another plugin of this library and saves in the background with the host agent, a helper
+process that keeps running between saves. ``build(namespace)`` gives the class for a named Lightning package.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ logger = logging.getLogger(__name__)
 
 
 class PersistentProcessIO(GuideIO):
-    """Saves as the given plugin would, in the background, and lets the host agent do the agent's work.
+    """Saves with the settings of the given plugin, but in the background and with a host agent as a process of its own.
 
     See :class:`GuideIO` for threads and waits.
 
     Args:
-        checkpoint_io: a plugin of this library, whose settings are taken over.
-        profile_dir: traces of saves are written by ``ProfileCheckpointCallback``; a folder given here is said to have
-            no effect.
+        checkpoint_io: a plugin of this library, whose settings are copied.
+        profile_dir: has no effect; a warning names ``ProfileCheckpointCallback``, which writes traces of saves.
 
     Raises:
-        ConfigError: ``checkpoint_io`` is of another library.
+        ConfigError: ``checkpoint_io`` is a plugin of another library.
     """
 
     def __init__(self, checkpoint_io: Any, profile_dir: str | os.PathLike[str] | None = None) -> None:
@@ -51,7 +50,8 @@ class PersistentProcessIO(GuideIO):
             )
         inner = checkpoint_io._arguments if isinstance(checkpoint_io, GuideIO) else IOArguments()
         super().__init__(
-            replace(inner, async_save=True, parallel=(), use_ckpt_load_replication=False),  # it has said these
+            # Without the arguments that have no effect, because the given plugin has logged that already.
+            replace(inner, async_save=True, parallel=(), use_ckpt_load_replication=False),
             run=checkpoint_io._run,
             options=replace(checkpoint_io._options, agent="process"),
             flush_timeout=checkpoint_io._flush_timeout,

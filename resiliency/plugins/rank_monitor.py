@@ -1,8 +1,9 @@
-"""Tells the rank monitor of NVRx's ``ft_launcher`` what this rank does: heartbeats and sections.
+"""Reports heartbeats and sections of this rank to the rank monitor of NVRx's ``ft_launcher``.
 
-A call of ``RankMonitorClient`` is a round trip to another process, a few tenths of a millisecond. The training thread
-only notes where it is; a thread of its own makes the calls, at once when the section changes, and at intervals while
-steps follow each other. It says nothing while the training thread notes nothing, so a rank that hangs is seen to.
+A call of ``RankMonitorClient`` is a round trip to another process and takes a few tenths of a millisecond. So the
+training thread only notes its section and its progress; a separate thread makes the calls, at once when the section
+changes, and at intervals while steps follow each other. It makes no calls while the training thread notes nothing, so
+that the monitor detects a rank that hangs.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ __all__ = ["RankMonitor", "Watched", "make_client", "next_calls", "section_of", 
 
 logger = logging.getLogger(__name__)
 
-#: Between two heartbeats, or two ends of the section "step", where the timeouts are not so short that it must be less.
+#: Longest time in seconds between two heartbeats, or two ends of the section "step", while steps follow each other.
 _EVERY_S = 1.0
-#: So many times in the shortest timeout.
+#: At least so many reports within the shortest timeout.
 _PER_TIMEOUT = 10
-#: For the monitor to answer the first time, and for the thread to end.
+#: Time limit for the monitor's first answer, and for the end of the thread.
 _DEADLINE = timedelta(seconds=10)
 
 _SECTIONS = {
@@ -42,19 +43,19 @@ _SECTIONS = {
 
 
 def section_of(phase: Phase) -> str | None:
-    """Under the names that NVRx's own callback uses; None: out of all sections."""
+    """The section of a phase, named as in NVRx's own callback; None: outside all sections."""
     return _SECTIONS.get(phase)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """What a rank monitor watches, by its configuration.
+    """What a rank monitor watches, according to its configuration.
 
     Attributes:
-        sections: that have a timeout. (NVRx 0.4.1 answers another name with an error.)
-        out_of_section: the time between sections has one.
-        heartbeats: they have one.
-        every_s: seconds between two words of progress.
+        sections: names of the sections with a timeout. (NVRx 0.4.1 answers another name with an error.)
+        out_of_section: the time between sections has a timeout.
+        heartbeats: the time between heartbeats has a timeout.
+        every_s: seconds between two reports of progress.
     """
 
     sections: frozenset[str]
@@ -68,7 +69,7 @@ class Watched:
 
 
 def watched_by(config: Any) -> Watched:
-    """From NVRx's ``FaultToleranceConfig``."""
+    """What a monitor with this configuration watches. ``config``: NVRx's ``FaultToleranceConfig``."""
     listed = getattr(config, "rank_section_timeouts", None) or {}
     sections = {name: limit for name, limit in listed.items() if limit is not None}
     between = getattr(config, "rank_out_of_section_timeout", None)
@@ -83,22 +84,22 @@ def watched_by(config: Any) -> Watched:
 
 
 def next_calls(opened: str | None, wanted: str | None, *, progressed: bool, watched: Watched) -> list[tuple[str, ...]]:
-    """Which methods of the client are due, with their arguments.
+    """The client's methods to call now, with their arguments.
 
     Args:
-        opened: the section that is open.
-        wanted: the one that the rank is in.
-        progressed: it has ended a batch since the calls before.
+        opened: the section that is open at the monitor, or None.
+        wanted: the section that the rank is in, or None.
+        progressed: the rank has ended a batch since the previous calls.
     """
     target = wanted if wanted in watched.sections else None
     calls: list[tuple[str, ...]] = []
-    if opened != target or (progressed and opened == "step"):  # a new time for a new step
+    if opened != target or (progressed and opened == "step"):  # reopened, so that the timeout starts anew for each step
         if opened is not None:
             calls.append(("end_section", opened))
         if target is not None:
             calls.append(("start_section", target))
     elif progressed and target is None and watched.out_of_section:
-        calls.append(("end_all_sections",))  # a new time for the time between sections
+        calls.append(("end_all_sections",))  # starts the timeout of the time between sections anew
     if progressed and watched.heartbeats:
         calls.append(("send_heartbeat",))
     return calls
@@ -120,18 +121,19 @@ def make_client() -> Any:
     return module.RankMonitorClient()
 
 
-#: Of this process, by its id; connected as long as its rank is to be watched.
+#: The connected client of this process, by process id; kept as long as the monitor watches the rank.
 _clients: dict[int, Any] = {}
 
 
 class RankMonitor:
-    """The way to the rank monitor. Thread: the training thread, which never waits for an answer but in ``__init__`` and
-    ``close``, ten seconds each at most.
+    """Connects this rank to the rank monitor.
 
-    Never raises; what fails is logged once, and the monitor is told nothing any more.
+    Thread: the training thread. Blocks: only ``__init__`` and ``close``, up to ten seconds each. When a call to the
+    monitor fails, that is logged once, and the monitor gets no further reports; training goes on.
 
     Args:
-        make: makes the client, in this thread (an import must not run in another one while workers are forked).
+        make: makes the client, in the calling thread, because an import must not run in another thread while workers
+            are forked.
 
     Raises:
         ConfigError: from ``make``.
@@ -143,7 +145,7 @@ class RankMonitor:
         self._wanted: str | None = None
         self._progress = 0
         self._closing = self._shutdown = False
-        #: There is something to say; it is due at once; the first answer has come.
+        #: Events: something has changed; it must be reported at once; the monitor has answered for the first time.
         self._news, self._urgent, self._ready = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="resiliency-rank-monitor", daemon=True)
         self._thread.start()
@@ -151,23 +153,23 @@ class RankMonitor:
             logger.warning("NVRx's rank monitor has not answered for %.0f s", _DEADLINE.total_seconds())
 
     def enter(self, section: str | None) -> None:
-        """The rank is in this section from now on. Blocks: no."""
+        """Notes that the rank is in this section from now on; None: outside all sections. Blocks: no."""
         if section != self._wanted:
             self._wanted = section
             self._urgent.set()
             self._news.set()
 
     def progressed(self) -> None:
-        """The rank has ended a batch. Blocks: no."""
+        """Notes that the rank has ended a batch. Blocks: no."""
         self._progress += 1
         if not self._news.is_set():
             self._news.set()
 
     def close(self, *, shutdown: bool) -> None:
-        """Ends what is open. Idempotent.
+        """Ends the open section and the thread. Idempotent. Blocks: up to ten seconds.
 
         Args:
-            shutdown: the monitor watches this rank no longer; otherwise it does, until the process has ended.
+            shutdown: True: the monitor stops watching this rank. False: it watches until the process has ended.
         """
         if self._closing:
             return
@@ -183,9 +185,9 @@ class RankMonitor:
     def _run(self) -> None:
         try:
             self._tell()
-        except Exception as error:  # Boundary: of another library's client. Training goes on.
+        except Exception as error:  # Boundary: another library's client may raise anything. Training goes on.
             logger.warning(
-                "NVRx's rank monitor is told nothing any more, and may take this rank for hung: %s: %s",
+                "reporting to NVRx's rank monitor has failed and stopped; it may take this rank for hung: %s: %s",
                 type(error).__name__,
                 error,
             )

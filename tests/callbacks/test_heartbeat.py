@@ -162,7 +162,7 @@ def test_where_nobody_is_told_that_is_said_and_where_somebody_is_it_is_not(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_trainer(PL, [build(PL)()], root=tmp_path, max_steps=1).fit(make_net(PL), loader())
-    assert caplog.text.count("nobody is told this job's heartbeats") == 1
+    assert caplog.text.count("nobody receives this job's heartbeats") == 1
     caplog.clear()
     make_trainer(PL, [build(PL)(folder)], root=tmp_path, max_steps=1).fit(make_net(PL), loader())
     assert "nobody is told" not in caplog.text

@@ -1,7 +1,7 @@
-"""Saves and restores the gradients of a save in the middle of gradient accumulation.
+"""Saves and restores gradients when a save falls into the middle of gradient accumulation.
 
-Lightning saves there when a validation with a monitored metric comes between two optimizer steps. It does not save the
-accumulated gradients, so a run resumed from there would diverge. The gradients differ between ranks until they are
+Such a save happens when a validation with a monitored metric comes between two optimizer steps. Lightning does not save
+the accumulated gradients, so a run resumed from there would diverge. The gradients differ between ranks until they are
 reduced, so each rank saves its own.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["copy_gradients", "place_gradients"]
 
 
 def copy_gradients(trainer: Any) -> dict[str, Tensor]:
-    """Copies of this rank's gradients on the CPU, by parameter name. Collective: no. Blocks: for the copy."""
+    """Copies this rank's gradients to the CPU. Returns them by parameter name. Collective: no. Blocks: for the copy."""
     return {
         name: p.grad.detach().to("cpu", copy=True)
         for name, p in trainer.lightning_module.named_parameters()
@@ -25,7 +25,7 @@ def copy_gradients(trainer: Any) -> dict[str, Tensor]:
 
 
 def place_gradients(trainer: Any, gradients: dict[str, Tensor]) -> None:
-    """Puts gradients back, before the first batch after a resume."""
+    """Puts the saved gradients back. Called before the first batch after a resume."""
     for name, parameter in trainer.lightning_module.named_parameters():
         gradient = gradients.get(name)
         if gradient is not None:

@@ -1,4 +1,4 @@
-"""The position of one data loader: taken at a save, restored after a restart.
+"""Captures the position of one data loader at a save and restores it after a restart.
 
 ======== ========================================== =========================================================
 kind     loaders                                    batches already taken are skipped by
@@ -52,12 +52,12 @@ def capture_position(loader: Any, iterator: Any, *, taken: int, undone: int) -> 
 
     Args:
         iterator: the loader's current iterator, None when it has none.
-        taken: batches taken, used only when the iterator does not count them itself.
+        taken: number of batches taken, used only when the iterator does not count them itself.
         undone: 1 when the last batch taken must be trained on again, else 0.
 
     Returns:
-        the entry for :func:`resume_iteration` and :func:`prepare_next_iteration`; its ``caveat`` says why the resume
-        will not be exact, None when it will be.
+        The entry for :func:`resume_iteration` and :func:`prepare_next_iteration`. Its ``caveat`` says why the resume
+        will not be exact; None when it will be exact.
     """
     iteration = iteration_of(iterator)
     taken = getattr(iterator, "_num_yielded", getattr(iterator, "taken", taken))
@@ -81,9 +81,9 @@ def capture_position(loader: Any, iterator: Any, *, taken: int, undone: int) -> 
 
 
 def resume_iteration(loader: Any, entry: dict[str, Any], *, reread: bool = False) -> Iterator[Any]:
-    """Opens ``loader`` in the middle of an iteration, at the position that ``entry`` describes.
+    """Opens ``loader`` in the middle of an iteration, at the position that ``entry`` describes. Returns the iterator.
 
-    Changes the process generators; the caller sets them afterwards.
+    Changes the random generators of the process; the caller sets them afterwards.
 
     Args:
         reread: read and drop the batches of a map-style loader too, so that its workers consume the same random
@@ -106,7 +106,7 @@ def resume_iteration(loader: Any, entry: dict[str, Any], *, reread: bool = False
     if skip:
         iteration = iteration_of(iterator)
         if iteration is not None and iteration.indices is not None:
-            iteration.indices.begin()  # at once, so that the warning about a changed order comes before training
+            iteration.indices.begin()  # now, so that the warning about a changed order comes before training
         setattr(iterator, "_num_yielded" if hasattr(iterator, "_num_yielded") else "taken", taken)
         return iterator
     for number in range(taken):
@@ -124,7 +124,7 @@ def resume_iteration(loader: Any, entry: dict[str, Any], *, reread: bool = False
 
 
 def prepare_next_iteration(loader: Any, entry: dict[str, Any]) -> None:
-    """Restores ``loader`` between two iterations. Does not change the process generators."""
+    """Restores ``loader`` between two iterations. Does not change the random generators of the process."""
     with rng.preserved():
         if entry["kind"] == "stateful":
             _finish_stateful(loader, entry)
@@ -133,12 +133,12 @@ def prepare_next_iteration(loader: Any, entry: dict[str, Any]) -> None:
     recorder = recorder_of(loader)
     if persistent and entry.get("before") is not None and recorder is not None and entry["kind"] != "stateful":
         # Persistent workers are seeded only in the first iteration. After a restart they start again and draw a seed
-        # from the process generators, which the same iteration of an uninterrupted run does not.
+        # from the generators of the process, which an uninterrupted run would not do in this iteration.
         recorder.replay = Replay(reseeds=True)
 
 
 def _skips_consumed_samples(loader: Any) -> bool:
-    """True for samplers like Megatron's and NeMo's, which skip the samples already consumed themselves."""
+    """True when a sampler, like Megatron's and NeMo's, itself skips the samples that were already consumed."""
     consumed = (getattr(sampler, "consumed_samples", 0) for sampler in samplers_of(loader))
     return any(isinstance(count, int) and count > 0 for count in consumed)
 
@@ -173,8 +173,8 @@ def _finish_stateful(loader: Any, entry: dict[str, Any]) -> None:
     if at_its_end is None:
         at_its_end = next(iterator, _NOTHING) is _NOTHING  # a generator function reads its state only at next()
     if not at_its_end:
-        # The iteration was left before its end, or its end reset the state. The batch just read must not be lost, so
-        # the loader is opened at the saved position again.
+        # The iteration was left before its end, or its end has reset the state. The loader is opened at the saved
+        # position again, so that the batch just read is not lost.
         _open_with_state(loader, entry)
 
 
@@ -185,14 +185,14 @@ def _open_with_state(loader: Any, entry: dict[str, Any]) -> Iterator[Any]:
 
 
 def _dataset_is_at_its_end(iterator: Any) -> bool | None:
-    """Reads once more from a dataset that had ended before the save, so that it resets itself at its end again.
+    """If the dataset had ended before the save, reads from it once more, so that it resets itself at its end.
 
-    torchdata restores the fact of that end and does not call the dataset again. A dataset written as a generator
-    function would then keep the loaded position for the next iteration, which would be empty.
+    torchdata restores that the dataset has ended, and does not call it again. A dataset written as a generator function
+    would then keep the loaded position for the next iteration, which would be empty.
 
     Returns:
-        True when the dataset is at its end, False when it returned a sample, None when it had not ended before the save
-        or the loader does not show it.
+        True when the dataset is at its end, False when it returned a sample; None when it had not ended before the
+        save, or the loader does not show whether it had.
     """
     fetcher = getattr(iterator, "_dataset_fetcher", None)
     if fetcher is None or not getattr(fetcher, "ended", False):

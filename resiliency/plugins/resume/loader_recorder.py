@@ -1,9 +1,9 @@
-"""Records where each DataLoader iteration starts, and replays it from there.
+"""Records the random generators' states where each DataLoader iteration starts, and replays the iteration from them.
 
 Starting an iteration consumes random numbers at three points: when the sampler is opened, when the workers are seeded,
 and when the first index is drawn (where ``RandomSampler`` chooses its seed; with ``num_workers=0`` that is long after
-``iter(loader)``). The recorder takes the state of the generators at each point; a replay sets them to these states, so
-that the sampler gives the same order again.
+``iter(loader)``). The recorder takes the generators' states before the iteration, when the sampler is opened and when
+the first index is drawn. A replay sets the generators to these states, so that the sampler gives the same order again.
 
 :func:`attach_recorder` replaces the loader's class by a subclass. That consumes no random numbers and changes no batch.
 Private names of torch's loaders used: ``_index_sampler``, ``_num_yielded``. Everything here runs on the training thread
@@ -50,14 +50,14 @@ _ITERATION = "_resiliency_iteration"
 
 
 class LoaderIteration:
-    """What was recorded of one iteration: generator states and the last indices drawn.
+    """The record of one iteration: generator states and the last indices drawn.
 
     Attributes:
-        before: states before ``iter(loader)``.
-        opened: states when the sampler was opened, None before that.
-        begun: states when the first index was drawn, None before that.
-        indices: the index iterator, once the sampler was opened.
-        drawn: how many indices were drawn (one per batch).
+        before: generator states before ``iter(loader)``.
+        opened: generator states when the sampler was opened; None before that.
+        begun: generator states when the first index was drawn; None before that.
+        indices: the index iterator; None before the sampler was opened.
+        drawn: number of indices drawn (one per batch).
         recent: the last indices drawn, as many as workers can be ahead of the training loop.
     """
 
@@ -74,7 +74,7 @@ class LoaderIteration:
         self.recent.append(index)
 
     def index_of_batch(self, number: int) -> Any:
-        """The indices of batch ``number`` (counted from 1), None when they are no longer kept."""
+        """The indices of batch ``number`` (counted from 1); None when they are not kept any more."""
         back = self.drawn - number + 1
         return self.recent[-back] if 0 < back <= len(self.recent) and number > 0 else None
 
@@ -85,10 +85,10 @@ class Replay:
     Args:
         opened: generator states to set when the sampler is opened; None: leave them.
         begun: generator states to set when the first index is drawn; None: leave them.
-        skip: how many indices to draw and drop.
-        check: digest that the last skipped index must have; None: unchecked.
-        reseeds: set the generators back after the seed of the workers was drawn, because a run without the restart
-            does not draw one here. For one iteration.
+        skip: number of indices to draw and drop.
+        check: digest that the last skipped index must have; None: it is not checked.
+        reseeds: for one iteration, set the generators back after the seed of the workers was drawn, because an
+            uninterrupted run would not draw a seed here.
     """
 
     def __init__(
@@ -102,9 +102,10 @@ class LoaderRecorder:
     """The recorder of one loader.
 
     Attributes:
-        deferred: called at every ``iter(loader)``; True: the iteration starts when its first batch is requested.
-        current: the iteration started last.
-        replay: how the next iteration starts; None: as it would without a recorder.
+        deferred: called at every ``iter(loader)``; if it returns True, the iteration starts when its first batch is
+            requested.
+        current: the iteration that was started last; None before the first one.
+        replay: how the next iteration starts; None: as without a recorder.
     """
 
     def __init__(self, deferred: Callable[[], bool]) -> None:
@@ -114,7 +115,8 @@ class LoaderRecorder:
 
 
 class _DeferredIterator:
-    """Starts its iteration when the first batch is requested: starts no workers and draws no random numbers before."""
+    """Starts its iteration when the first batch is requested. Before that it starts no workers and draws no random
+    numbers."""
 
     def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
         self._begin = begin
@@ -130,9 +132,9 @@ class _DeferredIterator:
 
 
 class _CountingIterator:
-    """Counts the items an iterator returned, and records the generator states before the first.
+    """Wraps an iterator that is not torch's: counts its items, and records the generator states before the first one.
 
-    For iterators that are not torch's. ``taken``: items returned so far. ``iteration``: see LoaderIteration.
+    ``taken``: number of items returned so far. ``iteration``: the record of the iteration.
     """
 
     def __init__(self, iterator: Iterator[Any], iteration: LoaderIteration) -> None:
@@ -150,7 +152,8 @@ class _CountingIterator:
 
 
 class _RecordedIndexSampler:
-    """Wraps the loader's private index sampler; ``loader.sampler`` stays the user's object."""
+    """Wraps the loader's private index sampler and records when it is opened. ``loader.sampler`` stays the user's
+    object."""
 
     def __init__(self, sampler: Any, loader: Any) -> None:
         self._sampler, self._loader, self._opened = sampler, loader, 0
@@ -160,7 +163,7 @@ class _RecordedIndexSampler:
         replay, iteration = recorder.replay, recorder.current
         self._opened += 1
         if replay is not None and replay.opened is not None and self._opened > 1:
-            # With workers, torch opens the sampler before and after seeding them, and uses the second iterator.
+            # With workers, torch opens the sampler before and after it seeds them, and uses the second iterator.
             restore_to(self._loader, replay.opened)
         if iteration is None:  # the index sampler is iterated without iter(loader)
             iteration = LoaderIteration(snapshot_of(self._loader), lookahead_of(self._loader))
@@ -178,8 +181,8 @@ class _RecordedIndexSampler:
 
 
 class _RecordedIndices:
-    """The indices of one iteration. On a replay, the first call sets the recorded generator states and skips the
-    indices of batches already taken."""
+    """Iterator over the indices of one iteration. In a replay, the first ``next()`` sets the recorded generator states
+    and skips the indices of the batches already taken."""
 
     def __init__(self, indices: Iterator[Any], loader: Any, iteration: LoaderIteration, replay: Replay | None) -> None:
         self._it, self._loader, self._iteration, self._replay = indices, loader, iteration, replay
@@ -196,7 +199,7 @@ class _RecordedIndices:
         return index
 
     def begin(self) -> None:
-        """Records the generator states, or replays the recorded ones. The first ``next()`` does it; idempotent."""
+        """Records the generator states, or in a replay sets the recorded ones. ``next()`` calls it. Idempotent."""
         if self._begun:
             return
         self._begun = True
@@ -230,9 +233,9 @@ class _RecordedIndices:
 
 
 class _StatefulLoaderIndices:
-    """The indices of a sampler of a stateful loader, which restores its own position.
+    """Iterator over the indices of a sampler of a stateful loader. Such a loader restores its own position.
 
-    Records the generator states at the first index, or sets the recorded ones.
+    At the first index it records the generator states, or in a replay sets the recorded ones.
     """
 
     def __init__(
@@ -251,7 +254,7 @@ class _StatefulLoaderIndices:
         self._iteration.begun = self._replayed or snapshot_of(self._loader)
         if self._replayed is None:
             return next(self._it)
-        with rng.preserved():  # the loader may skip the batches already taken as late as at the next request
+        with rng.preserved():  # because the loader may skip the batches already taken only at the next request
             restore_to(self._loader, self._replayed)
             return next(self._it)
 
@@ -264,10 +267,11 @@ def attach_recorder(loader: Any, deferred: Callable[[], bool]) -> bool:
 
     Args:
         loader: the object that will be iterated; it stays the same object and an instance of its class.
-        deferred: called at every ``iter(loader)``; True: the iteration starts when its first batch is requested.
+        deferred: called at every ``iter(loader)``; if it returns True, the iteration starts when its first batch is
+            requested.
 
     Returns:
-        False when the class of ``loader`` cannot be replaced (a list, a generator); its iterations are not recorded.
+        False when the class of ``loader`` cannot be replaced (a list, a generator): its iterations are not recorded.
     """
     if (recorder := recorder_of(loader)) is not None:
         recorder.deferred = deferred
@@ -283,9 +287,9 @@ def attach_recorder(loader: Any, deferred: Callable[[], bool]) -> bool:
         object.__setattr__(loader, "__class__", type(base.__name__, (base,), names))
         object.__setattr__(loader, _RECORDER, LoaderRecorder(deferred))
         if is_stateful(loader):
-            for sampler in samplers_of(loader, inner=False):  # inner ones are drawn from while an outer one is opened
+            for sampler in samplers_of(loader, inner=False):  # opening an outer sampler already draws from inner ones
                 _record_sampler(sampler, loader)
-    except TypeError:  # built in, slotted or otherwise of a fixed layout
+    except TypeError:  # the class is built in, slotted or otherwise of a fixed layout
         log.debug(
             "iterations of %s cannot be recorded; after a restart the batches already seen are read again",
             base.__qualname__,
@@ -304,13 +308,13 @@ def detach_recorder(loader: Any) -> None:
 
 
 def recorder_of(loader: Any) -> LoaderRecorder | None:
-    """The recorder attached to a loader, None without one."""
+    """The recorder attached to a loader; None when it has none."""
     recorder: LoaderRecorder | None = getattr(loader, "__dict__", {}).get(_RECORDER)
     return recorder
 
 
 def iteration_of(iterator: Any) -> LoaderIteration | None:
-    """What was recorded of the iteration that this iterator belongs to, None when its loader has no recorder."""
+    """The record of the iteration that this iterator belongs to; None when its loader has no recorder."""
     if isinstance(iterator, _CountingIterator):
         return iterator.iteration
     iteration: LoaderIteration | None = getattr(iterator, _ITERATION, None)
@@ -353,9 +357,9 @@ def _recording_index_sampler(base: Any) -> property:
 
 
 def _record_sampler(sampler: Any, loader: Any) -> None:
-    """Records the generator states where a sampler of a stateful loader starts.
+    """Makes a sampler of a stateful loader record the generator states when it starts.
 
-    A sampler whose iterator saves its own state needs no record and gets none.
+    A sampler whose iterator saves its own state is not recorded, because it needs no record.
     """
     base = type(sampler)
 
@@ -365,7 +369,7 @@ def _record_sampler(sampler: Any, loader: Any) -> None:
             return base.__iter__(self)  # type: ignore[no-any-return]
         replay, iteration = recorder.replay, recorder.current
         if replay is not None and replay.opened is not None:
-            restore_to(loader, replay.opened)  # torchdata opens a sampler several times; each must give the same order
+            restore_to(loader, replay.opened)  # each time, because torchdata opens a sampler several times
         opened = snapshot_of(loader)
         indices = base.__iter__(self)
         if is_stateful(indices):
@@ -385,7 +389,7 @@ def _empty(kind: type) -> Any:
 
 def _reduce_to_base(base: Any) -> Callable[[Any, Any], Any]:
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        # When collate_fn is a bound method of the loader, the loader is pickled for spawned workers, as its own class.
+        # Pickle the loader as its original class. It is pickled for spawned workers if collate_fn is its bound method.
         parts = list(base.__reduce_ex__(self, protocol))
         if parts[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
             parts[:2] = _empty, (base,)
@@ -400,12 +404,12 @@ def _reduce_to_base(base: Any) -> Callable[[Any, Any], Any]:
 
 
 def workers_of(loader: Any) -> int:
-    """Number of worker processes; 0 also for loaders that have no such setting."""
+    """Number of worker processes of a loader; 0 also for a loader without such a setting."""
     return int(getattr(loader, "num_workers", 0) or 0)
 
 
 def lookahead_of(loader: Any) -> int:
-    """How many batches the sampler may be ahead of the training loop."""
+    """The largest number of batches by which the sampler may be ahead of the training loop."""
     return workers_of(loader) * int(getattr(loader, "prefetch_factor", None) or 2) + 1
 
 
@@ -425,30 +429,30 @@ def samplers_of(loader: Any, *, inner: bool = True) -> list[Any]:
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
-    """The generators the user gave to the loader and its samplers, each once, always in the same order."""
+    """The generators that the user gave to the loader and its samplers, each once, always in the same order."""
     owned = (getattr(owner, "generator", None) for owner in (loader, *samplers_of(loader)))
     return list({id(generator): generator for generator in owned if isinstance(generator, torch.Generator)}.values())
 
 
 def set_generators(loader: Any, saved: dict[str, Any]) -> None:
-    """Sets the generators the user gave to the loader to those of ``saved``."""
+    """Sets the generators that the user gave to the loader to the states in ``saved``."""
     for generator, state in zip(generators_of(loader), saved["generators"], strict=False):
         generator.set_state(state)
 
 
 def snapshot_of(loader: Any) -> dict[str, Any]:
-    """Copies of the states of the process generators and of those the user gave to the loader."""
+    """Copies of the states of the process's generators and of those that the user gave to the loader."""
     return {"rng": rng.snapshot(), "generators": [generator.get_state() for generator in generators_of(loader)]}
 
 
 def restore_to(loader: Any, saved: dict[str, Any]) -> None:
-    """Sets the generators to what :func:`snapshot_of` returned."""
+    """Sets the generators to the states that :func:`snapshot_of` returned."""
     rng.restore(saved["rng"])
     set_generators(loader, saved)
 
 
 def digest_of(index: Any) -> int | None:
-    """CRC of the indices' repr; None without indices, or when the repr contains addresses."""
+    """CRC-32 of the repr of indices; None when ``index`` is None or its repr contains memory addresses."""
     if index is None:
         return None
     text = repr(index)

@@ -1,15 +1,15 @@
-"""Saves and restores what ``self.log`` has collected in the running epoch.
+"""Saves and restores the values that ``self.log`` has collected in the running epoch.
 
-Lightning saves no metric. A run resumed within an epoch would compute the epoch's metrics from the batches after the
-restart alone, and ``ReduceLROnPlateau``, ``EarlyStopping`` and a ``ModelCheckpoint`` that monitor one would decide
-otherwise. Each rank saves what it has collected itself, before any reduction over the ranks.
+Lightning saves no metric. A run resumed within an epoch would compute the epoch's metrics only from the batches after
+the restart, and ``ReduceLROnPlateau``, ``EarlyStopping`` and ``ModelCheckpoint`` would decide differently. Each rank
+saves the values that it has collected itself, before any reduction over the ranks.
 
 Private attributes of Lightning used, all reached from the trainer object: the result collections (``_results`` of
 ``epoch_loop`` and ``val_loop``), in them ``_ResultMetric``, ``_Metadata`` and ``_Sync``, and of the logger connector
 ``_callback_metrics``, ``_logged_metrics``, ``_progress_bar_metrics``, ``_first_loop_iter`` and ``_current_fx``.
 
-Entries are saved as numbers, text and tensors; a restart builds Lightning's objects anew, so a checkpoint depends on no
-class of Lightning. What the metadata of an entry must equal is what the next call of ``self.log`` gives.
+Entries are saved as numbers, text and tensors. A restart builds Lightning's objects from them, so a checkpoint depends
+on no class of Lightning. The metadata of a rebuilt entry must equal those that the next call of ``self.log`` creates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from resiliency.plugins.resume.plain import NotPlain, from_plain, to_plain
 
 __all__ = ["capture_logged", "restore_logged"]
 
-#: Of an entry's metadata, what is a number or text.
+#: Those fields of an entry's metadata that are numbers or text.
 _PLAIN_META = (
     "fx",
     "name",
@@ -40,7 +40,7 @@ _PLAIN_META = (
     "dataloader_idx",
     "metric_attribute",
 )
-#: The reductions that Lightning allows, by the name they are saved under. They are compared by identity.
+#: The reductions that Lightning allows, by the name under which they are saved. Lightning compares them by identity.
 _REDUCTIONS = {f"torch.{name}": getattr(torch, name) for name in ("mean", "sum", "min", "max")} | {
     f"builtins.{name}": getattr(builtins, name) for name in ("sum", "min", "max")
 }
@@ -52,16 +52,16 @@ _COUNTS = ("_update_count", "_update_called")
 
 
 def capture_logged(trainer: Any, *, reset: Collection[int] = ()) -> tuple[dict[str, Any], list[str]]:
-    """What has been logged, as plain data that shares no memory with live objects.
+    """Captures the logged values as plain data that shares no memory with live objects.
 
     Args:
-        reset: ids of further metrics that will have been reset when training goes on.
+        reset: ids of further metrics that are reset before training goes on.
 
     Thread: training. Collective: at the end of an epoch, where Lightning reduces the same metrics right afterwards on
-    every rank; otherwise, and while an exception ends training, no. Blocks: for one copy from the device.
+    every rank; otherwise no, nor while an exception ends training. Blocks: for one copy from the device.
 
     Returns:
-        the state for :func:`restore_logged`, and what of it will not be exact.
+        The state for :func:`restore_logged`, and caveats: sentences that say what will not be exact.
     """
     connector, epoch_loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
     results, validated = epoch_loop._results, epoch_loop.val_loop._results
@@ -70,14 +70,14 @@ def capture_logged(trainer: Any, *, reset: Collection[int] = ()) -> tuple[dict[s
     epoch = trainer.fit_loop.epoch_progress.current
     over = epoch.processed > epoch.completed
     if over and trainer.state.status != "interrupted":
-        # Lightning does this right after the hook, and then resets the results.
+        # Lightning does the same right after the hook, and then resets the results.
         for name, key in zip(_SHOWN, ("callback", "log", "pbar"), strict=True):
             shown[name] |= results.metrics(on_step=False)[key]
     elif over:
         caveats.append("saved by an exception at the end of an epoch, whose metrics are lost")
     first_batch = connector._first_loop_iter
     if trainer.validating:
-        first_batch = epoch_loop.batch_progress.current.ready <= 1  # what Lightning sets after the validation
+        first_batch = epoch_loop.batch_progress.current.ready <= 1  # the value that Lightning sets after the validation
 
     if not over and first_batch is not None:
         _leave_out_last_batch(results, shown)
@@ -101,12 +101,12 @@ def capture_logged(trainer: Any, *, reset: Collection[int] = ()) -> tuple[dict[s
     for name in _SHOWN:
         state[name] = _plain_items(shown[name])
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.current_stream().synchronize()  # one wait for all copies
+        torch.cuda.current_stream().synchronize()  # waits once for all copies
     return state, caveats + lost
 
 
 def _leave_out_last_batch(results: Any, shown: dict[str, dict[str, Any]]) -> None:
-    """Takes out what a restart works out from the entries again: the values of the last batch."""
+    """Removes the last batch's values from ``shown``, because a restart computes them from the entries again."""
     for _, entry in results.valid_items():
         if entry.meta.on_step and isinstance(entry._forward_cache, Tensor):
             name, forked = results._forked_name(entry, True)
@@ -148,7 +148,7 @@ def _entry(entry: Any, trainer: Any, known: dict[int, tuple[str, Any]], *, reset
 
 
 def _plain_items(items: dict[str, Any]) -> dict[str, Any]:
-    """The items that have a plain form; callbacks put others there, for progress bars."""
+    """The items in plain form. Items without one are left out; callbacks add such items for progress bars."""
     plain = {}
     for name, value in items.items():
         try:
@@ -162,12 +162,12 @@ def _plain_items(items: dict[str, Any]) -> dict[str, Any]:
 
 
 def restore_logged(trainer: Any, state: dict[str, Any]) -> list[str]:
-    """Puts back what was logged. Call it when the module is on its device and before the first hook of an epoch.
+    """Restores the logged values. Call it when the module is on its device and before the first hook of an epoch.
 
     Thread: training. Collective: no. Blocks: for copies to the device.
 
     Returns:
-        the metrics of the checkpoint that the module no longer has.
+        Names of the metrics in the checkpoint that the module does not have any more.
     """
     connector, results = trainer._logger_connector, trainer.fit_loop.epoch_loop._results
     unknown = restore_metrics(trainer.lightning_module, state["metrics"])
@@ -191,14 +191,14 @@ def restore_logged(trainer: Any, state: dict[str, Any]) -> list[str]:
         )
     connector._first_loop_iter, connector._current_fx = state["first_batch"], state["hook"]
     if state["first_batch"] is not None:
-        # Lightning does this after the hooks of a batch: shows what the batch has logged.
+        # Shows the values that the last batch has logged, as Lightning does after the hooks of a batch.
         for name, key in zip(_SHOWN, ("callback", "log", "pbar"), strict=True):
             getattr(connector, name).update(results.metrics(on_step=True)[key])
     return list(dict.fromkeys(unknown))
 
 
 def _rebuilt(saved: dict[str, Any], trainer: Any, classes: Any) -> Any:
-    """Lightning's object for an entry; None when the module has no longer the metric of the entry."""
+    """Lightning's object for a saved entry; None when the module does not have the entry's metric any more."""
     sync = saved["sync"]
     meta = classes._Metadata(**saved["meta"], reduce_fx=_REDUCTIONS[saved["reduce_fx"]])
     meta.sync = classes._Sync(

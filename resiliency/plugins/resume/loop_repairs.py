@@ -1,9 +1,9 @@
 """Repairs what Lightning's loops lose at a restart, apart from random generators and data loaders.
 
-Each function says which loss it repairs, and where it is called. All run on the training thread, on every rank. They
-use attributes of the trainer object only; where a version of Lightning lacks one, the repair does nothing. Versions
-before 2.5 do not know at which hook of a step a checkpoint was saved, and run the last validation again; what cannot be
-repaired there is said at the save.
+Each function says which loss it repairs and where it is called. All run on the training thread, on every rank. They use
+only attributes of the trainer object; when a version of Lightning lacks one, the repair does nothing. Versions before
+2.5 do not know at which hook of a step a checkpoint was saved, and run the last validation again; a save warns of what
+cannot be repaired with them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _saved_at_batch_end(epoch_loop: Any) -> bool:
 
 
 def is_between_batches(trainer: Any) -> bool:
-    """True in ``on_exception`` when the last batch was wholly done: its validation, its schedulers."""
+    """True in ``on_exception`` when the last batch was finished, including its validation and its schedulers."""
     progress = trainer.fit_loop.epoch_loop.batch_progress.current
     epoch = trainer.fit_loop.epoch_progress.current
     return bool(
@@ -55,22 +55,23 @@ def is_between_batches(trainer: Any) -> bool:
 
 
 def is_within_validation(trainer: Any) -> bool:
-    """True in ``on_exception`` when a validation within training has begun and not ended."""
+    """True in ``on_exception`` when a validation within training has begun but not ended."""
     return bool(trainer.validating and trainer._logger_connector._first_loop_iter is not None)
 
 
 def repeats_validation(trainer: Any) -> bool:
-    """True at a save after the validation of the last batch, in ``on_validation_end`` or at the end of the epoch, with
-    a Lightning (before 2.5) that runs this validation again after a restart."""
+    """True when a restart from this save will run the last validation again: with Lightning before 2.5, at a save in
+    ``on_validation_end`` or at the end of the epoch."""
     epoch = trainer.fit_loop.epoch_progress.current
     over = trainer.validating or epoch.processed > epoch.completed
     return bool(over and not has_stages(trainer.fit_loop.epoch_loop) and not is_within_validation(trainer))
 
 
 def validates_at_restart(trainer: Any) -> bool:
-    """Right before a validation: True when it may be one that Lightning before 2.5 runs because of a restart.
+    """True when the validation that starts may be one that Lightning before 2.5 runs because of a restart.
 
-    Makes that version run all of it; it would run what its counters leave.
+    Also makes that version run all batches of it; it would run only those that its restored counters leave. Called
+    right before a validation.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     if has_stages(epoch_loop) or trainer.sanity_checking:
@@ -80,11 +81,11 @@ def validates_at_restart(trainer: Any) -> bool:
 
 
 def leaves_out_after_save(trainer: Any) -> str | None:
-    """What a restart from a save here leaves out, None when nothing.
+    """A sentence that says what a restart from a save at this moment leaves out or repeats; None when nothing.
 
-    An exception in a hook ``on_train_batch_end`` leaves the hooks after it undone, and a restart goes on behind them.
-    The module's ``on_validation_end`` runs after that of the callbacks. Lightning before 2.5 does not know that an
-    epoch was over when it counts steps only.
+    An exception in an ``on_train_batch_end`` prevents the remaining hooks of that name, and a restart continues after
+    them. The module's ``on_validation_end`` runs after that of the callbacks, so after the save. With ``max_steps``
+    Lightning before 2.5 does not know at a restart that an epoch was over.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     if is_within_validation(trainer):
@@ -97,7 +98,7 @@ def leaves_out_after_save(trainer: Any) -> str | None:
     if trainer.validating and module_overrides(trainer, "on_validation_end"):
         return "saved before the module's own on_validation_end, which a restart does not run"
     if _saved_at_batch_end(epoch_loop) and trainer.state.status == "interrupted":
-        return "saved by an exception in on_train_batch_end, of which a restart does not run the rest"
+        return "saved after an exception in on_train_batch_end, whose remaining hooks a restart does not run"
     epoch = trainer.fit_loop.epoch_progress.current
     over = epoch.processed > epoch.completed
     if over and not has_stages(epoch_loop) and trainer.fit_loop._iteration_based_training():
@@ -106,10 +107,10 @@ def leaves_out_after_save(trainer: Any) -> str | None:
 
 
 def begin_after_finished_epoch(fit_loop: Any) -> None:
-    """Before ``fit_loop.reset``, after a save in ``on_train_epoch_end``: makes the next epoch a new one.
+    """After a save in ``on_train_epoch_end``, makes Lightning begin a new epoch. Called before ``fit_loop.reset``.
 
-    With ``max_steps`` Lightning goes through the end of the saved epoch once more instead: its hooks run twice, so that
-    ``EarlyStopping`` counts the epoch twice.
+    Otherwise Lightning with ``max_steps`` goes through the end of the saved epoch once more. Its hooks run twice, so
+    that ``EarlyStopping`` counts the epoch twice.
     """
     if not (has_stages(fit_loop.epoch_loop) and fit_loop.restarting):
         return
@@ -120,9 +121,10 @@ def begin_after_finished_epoch(fit_loop: Any) -> None:
 
 
 def keep_epoch_open(fit_loop: Any, reset: Callable[[], None]) -> None:
-    """Around ``fit_loop.reset``, after a save in ``on_train_batch_end`` of the last batch of an epoch.
+    """Calls ``reset``, Lightning's ``fit_loop.reset``, and keeps the epoch unfinished after a save in
+    ``on_train_batch_end`` of the epoch's last batch.
 
-    Lightning counts that epoch as done there, and leaves its end out: validation, ``on_train_epoch_end``, metrics.
+    Otherwise Lightning counts that epoch as done and leaves out its end: validation, ``on_train_epoch_end``, metrics.
     """
     epoch_loop, progress = fit_loop.epoch_loop, fit_loop.epoch_progress
     unfinished = has_stages(epoch_loop) and epoch_loop.restarting and _saved_at_batch_end(epoch_loop)
@@ -133,17 +135,20 @@ def keep_epoch_open(fit_loop: Any, reset: Callable[[], None]) -> None:
 
 
 def finish_saved_batch(trainer: Any, data_fetcher: Any, *, between_batches: bool, within_validation: bool) -> bool:
-    """After a save in ``on_train_batch_end``: does what follows that hook, a validation that was due among it.
+    """Finishes the batch of the save: does what Lightning leaves out, repeats or does only in part at a restart.
 
-    Lightning leaves it out. After a save between two batches nothing is left to do, but Lightning repeats the update
-    of ``ReduceLROnPlateau`` that follows a validation. A validation that an exception ended is run as a whole;
-    Lightning runs only the rest of it, or nothing, and its metrics miss what came before.
+    - After a save in ``on_train_batch_end``, Lightning leaves out what follows that hook, such as a validation that was
+      due. It is done here.
+    - After a save between two batches nothing is left to do. Lightning would repeat the update of
+      ``ReduceLROnPlateau`` that follows a validation; this is prevented.
+    - When an exception ended a validation, all of it is run here. Lightning would run only the rest of it, or nothing,
+      and its metrics would miss the batches before.
 
-    Call it right before the epoch goes on; then either the epoch is over (``epoch_loop.done``), or call
+    Call it right before the epoch continues. Afterwards either the epoch is over (``epoch_loop.done``), or call
     :func:`continue_epoch` at the loop's ``on_run_start``.
 
     Returns:
-        True when this was one of these saves.
+        True when the save was one of these.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     inside = _saved_at_batch_end(epoch_loop)
@@ -158,7 +163,7 @@ def finish_saved_batch(trainer: Any, data_fetcher: Any, *, between_batches: bool
         epoch_loop.on_advance_end(data_fetcher)
         epoch_loop.on_iteration_done()
     if not epoch_loop.done:
-        # The loop's reset is for the middle of an epoch, and counts this batch for the loggers once more.
+        # The loop's reset at a restart within an epoch counts this batch's step for the loggers once more.
         epoch_loop._restarting = True
         if not epoch_loop._should_accumulate():
             epoch_loop._batches_that_stepped -= 1
@@ -166,25 +171,26 @@ def finish_saved_batch(trainer: Any, data_fetcher: Any, *, between_batches: bool
 
 
 def continue_epoch(epoch_loop: Any) -> None:
-    """After :func:`finish_saved_batch`, when the loop has reset itself: nothing is left to restart."""
+    """Tells the loop that the restart is over. Called after :func:`finish_saved_batch`, when the loop was reset."""
     epoch_loop.restarting = False
 
 
 def count_saved_batch(fit_loop: Any) -> None:
-    """After a save in ``on_train_batch_end``: counts that batch as done, so that it is not trained on again.
+    """After a save in ``on_train_batch_end``, counts that batch as done, so that it is not trained on again.
 
-    Lightning before 2.5 does not count it; for later versions :func:`finish_saved_batch` does.
+    Needed only for Lightning before 2.5; for later versions :func:`finish_saved_batch` does it.
     """
     epoch_loop = fit_loop.epoch_loop
     if not has_stages(epoch_loop) and epoch_loop.restarting and _saved_at_batch_end(epoch_loop):
         epoch_loop.batch_progress.increment_completed()
-        validates = epoch_loop._should_check_val_fx(fit_loop._data_fetcher)  # and then it counts that step
+        validates = epoch_loop._should_check_val_fx(fit_loop._data_fetcher)  # if so, Lightning counts the step itself
         if not validates and not epoch_loop._should_accumulate():
-            epoch_loop._batches_that_stepped += 1  # the step that loggers are given
+            epoch_loop._batches_that_stepped += 1  # the step number that loggers get
 
 
 def note_plateau(trainer: Any, state: dict[str, Any]) -> None:
-    """Adds to ``state`` whether a ``ReduceLROnPlateau`` by step is still to be updated for the batch of the save."""
+    """Adds to ``state`` whether ``ReduceLROnPlateau`` schedulers, by step and by epoch, must still be updated for the
+    batch and the epoch of the save."""
     if any(config.reduce_on_plateau for config in trainer.lr_scheduler_configs):
         state["owes_step_update"] = _saved_at_batch_end(trainer.fit_loop.epoch_loop)
         epoch = trainer.fit_loop.epoch_progress.current
@@ -192,13 +198,13 @@ def note_plateau(trainer: Any, state: dict[str, Any]) -> None:
 
 
 def settle_plateau(trainer: Any, state: dict[str, Any]) -> None:
-    """Does the ``ReduceLROnPlateau`` update that was due right after the save. Call it when metrics are restored."""
+    """Does the ``ReduceLROnPlateau`` update that was due right after the save. Call it after metrics are restored."""
     if "owes_step_update" not in state or not _has_metrics(trainer):
         return
     fit_loop = trainer.fit_loop
     if state["owes_step_update"] and not has_stages(fit_loop.epoch_loop):
         fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
-    # Before 2.5 a restart by steps goes through the end of the epoch once more, one by epochs does not.
+    # Before 2.5, a restart goes through the end of the epoch once more with max_steps, but not with max_epochs.
     old = not has_stages(fit_loop.epoch_loop) and not fit_loop._iteration_based_training()
     if getattr(fit_loop, "resumed_on_epoch_end", False) or (old and state.get("owes_epoch_update")):
         progress = fit_loop.epoch_progress.current
@@ -208,10 +214,11 @@ def settle_plateau(trainer: Any, state: dict[str, Any]) -> None:
 
 
 def end_restart(trainer: Any, *, metrics_restored: bool) -> None:
-    """At the end of the restarted epoch: makes Lightning update the epoch's schedulers as in any other epoch.
+    """Makes Lightning update the epoch's schedulers as in any other epoch. Called at the end of the restarted epoch.
 
-    Otherwise it skips the update of ``ReduceLROnPlateau``, as if the metrics were unknown, and before 2.5 updates the
-    other schedulers twice. Where a monitored metric is really unknown, the update would end training.
+    Otherwise Lightning skips the update of ``ReduceLROnPlateau``, as if the metrics were unknown, and before 2.5
+    updates the other schedulers twice. Does nothing when a monitored metric is really unknown, because then the update
+    would end training.
     """
     if metrics_restored or _has_metrics(trainer):
         trainer.fit_loop._restarting = False

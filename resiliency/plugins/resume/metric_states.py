@@ -1,6 +1,6 @@
-"""The accumulated states of torchmetrics objects that belong to the module.
+"""Captures and restores the accumulated states of the module's torchmetrics objects.
 
-torchmetrics leaves them out of ``state_dict()`` unless asked (``persistent``), and Lightning saves rank 0's only.
+torchmetrics leaves them out of ``state_dict()`` unless asked (``persistent``), and Lightning saves only rank 0's.
 Private names of torchmetrics used: ``_defaults``, ``_update_count``, ``_update_called`` (before 1.0), ``_computed``,
 ``_forward_cache``. Everything here runs on the training thread and is not collective.
 """
@@ -18,12 +18,12 @@ from resiliency.plugins.resume.plain import NotPlain, from_plain, to_plain
 
 __all__ = ["capture_metrics", "find_metric", "metric_names", "restore_metrics", "update_counts"]
 
-#: Attributes that count the updates; which of them there are depends on the version.
+#: Attributes that count the updates. Which of them exist depends on the version of torchmetrics.
 _COUNTS = ("_update_count", "_update_called")
 
 
 def metric_names(module: Any) -> dict[int, tuple[str, Any]]:
-    """The metrics below ``module``: id -> (dotted name, metric), those inside wrappers and collections too."""
+    """The metrics below ``module``, also inside wrappers and collections: id -> (dotted name, metric)."""
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return {}
@@ -32,7 +32,7 @@ def metric_names(module: Any) -> dict[int, tuple[str, Any]]:
 
 
 def update_counts(module: Any) -> dict[int, int]:
-    """How often each metric below ``module`` was updated since it was reset, by id."""
+    """The number of updates of each metric below ``module`` since its last reset, by id."""
     return {
         identity: int(next((vars(metric)[key] for key in _COUNTS if key in vars(metric)), 0))
         for identity, (_, metric) in metric_names(module).items()
@@ -40,7 +40,7 @@ def update_counts(module: Any) -> dict[int, int]:
 
 
 def find_metric(module: Any, name: str) -> Any:
-    """The metric of that dotted name below ``module``; None when there is none any more."""
+    """The metric with this dotted name below ``module``; None when the module has none."""
     try:
         found = attrgetter(name)(module)
     except AttributeError:
@@ -49,13 +49,14 @@ def find_metric(module: Any, name: str) -> Any:
 
 
 def capture_metrics(module: Any, *, reset: Collection[int]) -> tuple[dict[str, Any], list[str]]:
-    """The states of all metrics, by name, and what could not be saved.
+    """Captures the states of all metrics of the module.
 
     Args:
         reset: ids of the metrics that Lightning resets before it trains on. They are saved as reset.
 
     Returns:
-        name -> plain data, None for a metric that a restart must reset; and a caveat for each that has no plain form.
+        name -> plain data, or None for a metric that a restart must reset; and a caveat for each metric whose state has
+        no plain form and was not saved.
     """
     states: dict[str, Any] = {}
     caveats = []
@@ -74,7 +75,7 @@ def capture_metrics(module: Any, *, reset: Collection[int]) -> tuple[dict[str, A
 
 
 def restore_metrics(module: Any, states: dict[str, Any]) -> list[str]:
-    """Puts the states back. Returns the names of metrics that do not fit what was saved; they are left as they are."""
+    """Restores the states. Returns the names of metrics that are missing or have other states; those stay unchanged."""
     unknown = []
     for name, saved in states.items():
         metric = find_metric(module, name)

@@ -1,6 +1,6 @@
-"""Copies of batches and loader states made of plain Python and CPU tensors only.
+"""Copies batches and loader states into plain Python objects and CPU tensors, and back.
 
-The result can be read with ``torch.load(weights_only=True)`` from any file, and an unknown object is refused, so that
+``torch.load(weights_only=True)`` can read such a copy from a file. An object without a plain form is refused, so that
 the caller can warn that the resume will not be exact.
 """
 
@@ -29,10 +29,11 @@ def to_plain(value: Any, where: str = "value", *, non_blocking: bool = False) ->
     :func:`from_plain` restores their types. Subclasses of dict and list (OrderedDict) come back as dict and list.
 
     Args:
-        non_blocking: copies from CUDA devices may be under way when this returns; the caller waits for the stream.
+        where: how an error names ``value``.
+        non_blocking: copies from CUDA devices may still run when this returns; the caller must wait for the stream.
 
     Raises:
-        NotPlain: ``value`` contains something else (a NamedTuple, a dataclass, an object).
+        NotPlain: ``value`` contains an object of another type (a NamedTuple, a dataclass).
     """
 
     def plain(item: Any, place: str) -> Any:

@@ -1,9 +1,9 @@
-"""Saves and restores the state of each rank that Lightning does not: generators, data loader positions, metrics.
+"""Saves and restores the state of each rank that Lightning does not save: generators, loader positions, metrics.
 
-Stock Lightning saves no generator, saves the loader state of rank 0 only, restarts a plain ``DataLoader`` from the
-beginning in the middle of an epoch, opens it before the sampler knows the epoch, and loses one batch of a loader
-without length. :class:`RankState` saves what is missing. After a restart it opens the loaders when the first batch is
-fetched: everything else is restored by then, and the generators are set immediately before training uses them.
+Stock Lightning saves no random generator and only rank 0's loader state. When it resumes in the middle of an epoch, it
+reads a plain ``DataLoader`` from the beginning, opens it before the sampler knows the epoch, and loses one batch of a
+loader without length. :class:`RankState` saves what is missing. After a restart it opens the loaders when the first
+batch is fetched: by then everything else is restored, and the generators are set right before training uses them.
 
 Private attributes of Lightning used, all reached from the trainer object, so that the same code serves
 ``lightning.pytorch`` and ``pytorch_lightning`` (2.2 and later):
@@ -11,10 +11,11 @@ Private attributes of Lightning used, all reached from the trainer object, so th
 ``_should_accumulate``, ``_last_train_dl_reload_epoch``),
 ``epoch_loop`` (``run``, ``on_run_start``, ``batch_progress``, ``val_loop``),
 the fetcher (``iterator``, ``batches``, ``fetched``) and the
-combined loader (``flattened``, ``_iterator`` with ``iterators``, ``_idx``, ``_consumed``). torch's loaders are handled
-in :mod:`resiliency.plugins.resume.loader_positions`, what ``self.log`` has collected in
-:mod:`resiliency.plugins.resume.logged_metrics`, losses in Lightning's own loops in
-:mod:`resiliency.plugins.resume.loop_repairs`.
+combined loader (``flattened``, ``_iterator`` with ``iterators``, ``_idx``, ``_consumed``).
+
+:mod:`resiliency.plugins.resume.loader_positions` handles torch's loaders,
+:mod:`resiliency.plugins.resume.logged_metrics` the values that ``self.log`` has collected, and
+:mod:`resiliency.plugins.resume.loop_repairs` what Lightning's own loops lose.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ log = logging.getLogger(__name__)
 
 _VERSION = 2
 
-#: What of the state is taken over unchanged by a save before the first batch after a restart.
+#: Keys of the state that a save copies unchanged from the restored state if no batch was fetched since the restart.
 _POSITION = ("gradients", "loaders", "index", "consumed", "ahead", "prefetched")
 
 
 def is_step_boundary(trainer: Any) -> bool:
-    """True when a save here loses nothing: no gradients are being accumulated and no batch is in progress.
+    """True when a save at this moment loses nothing: no gradients are being accumulated and no batch is in progress.
 
-    With manual optimisation, gradients that the module accumulates itself are not noticed.
+    With manual optimisation, gradients that the module itself accumulates are not detected.
 
     Thread: training. Collective: no.
     """
@@ -57,12 +58,13 @@ def is_step_boundary(trainer: Any) -> bool:
 class RankState:
     """Captures the state that differs between ranks, and restores it exactly.
 
-    Thread: call every method on the training thread, on every rank. Collective: no.
+    Thread: call every method on the training thread, on every rank. Collective: no, except :meth:`capture` at the end
+    of an epoch.
 
     Args:
-        reread: skip batches already seen of map-style loaders by reading and dropping them, instead of only drawing
-            their indices. Then a resume in the middle of an epoch is exact even when loader workers draw random numbers
-            (augmentation), at the cost of loading these batches.
+        reread: at a resume, read the batches of map-style loaders that were already seen and drop them, instead of only
+            drawing their indices. Then a resume in the middle of an epoch is exact even when loader workers draw random
+            numbers (augmentation), at the cost of loading these batches.
     """
 
     def __init__(self, *, reread: bool = False) -> None:
@@ -73,10 +75,10 @@ class RankState:
         self._pending: dict[str, Any] | None = None
         self._placed = self._advancing = self._restarted = self._finished_batch = False
         self._metrics_restored = False
-        self._rng_before_validation: rng.Rng | None = None  # while one runs, or was ended by an exception
-        self._rng_of_validation: rng.Rng | None = None  # before the last one
-        self._persistent_open = False  # the save had validation loaders whose workers were running
-        self._counts: dict[int, int] = {}  # of the metrics' updates before the validation that is running
+        self._rng_before_validation: rng.Rng | None = None  # set while a validation runs or after an exception ended it
+        self._rng_of_validation: rng.Rng | None = None  # states before the last validation
+        self._persistent_open = False  # at the save, persistent workers of validation loaders were running
+        self._counts: dict[int, int] = {}  # metric id -> number of updates before the current validation
         self._warned: set[str] = set()
 
     # ---- attach and detach
@@ -118,22 +120,22 @@ class RankState:
     # ---- save
 
     def capture(self, trainer: Any) -> dict[str, Any]:
-        """This rank's state: None, bool, int, float, str, bytes, list, tuple, dict and CPU tensors only.
+        """Captures this rank's state as None, bool, int, float, str, bytes, list, tuple, dict and CPU tensors only.
 
         Call it where Lightning saves its loop state: in ``on_train_batch_end`` or after the module's own hook of that
         name, in ``on_validation_end``, ``on_train_epoch_end`` or ``on_exception``. The result shares no memory with
         live objects.
 
-        Collective: no, but at the end of an epoch as :func:`~logged_metrics.capture_logged` says.
+        Collective: at the end of an epoch, as :func:`~logged_metrics.capture_logged` says; otherwise no.
 
         Blocks: about 0.2 ms, plus 25 microseconds per metric, plus ``state_dict()`` of stateful loaders, plus a
         copy of one batch for loaders without length (Lightning has already fetched it).
 
         Returns:
-            the state; its ``caveats`` say what will not be exact after a restart from here, usually nothing.
+            The state. Its ``caveats`` say what will not be exact after a restart from this save; usually empty.
         """
         pending = self._pending
-        if pending is not None and not self._placed:  # nothing was restored yet
+        if pending is not None and not self._placed:  # the loaded state is not restored yet, so it is saved again
             return dict(pending)
         state: dict[str, Any] = {
             "version": _VERSION,
@@ -145,7 +147,7 @@ class RankState:
         if loop_repairs.repeats_validation(trainer):
             state["validated"] = self._rng_of_validation
         if self._rng_before_validation is not None and loop_repairs.is_within_validation(trainer):
-            state["rng"] = self._rng_before_validation  # a restart runs all of it again
+            state["rng"] = self._rng_before_validation  # because a restart runs the whole validation again
         if hasattr(trainer.fit_loop, "_last_train_dl_reload_epoch"):
             state["last_reload"] = trainer.fit_loop._last_train_dl_reload_epoch
         caveats: list[str] = []
@@ -167,9 +169,10 @@ class RankState:
         return state
 
     def _validation_metrics(self, trainer: Any) -> set[int]:
-        """At a save in or after a validation: ids of metrics that restored would count that validation twice.
+        """Ids of the metrics that must be saved as reset, at a save during or after a validation; empty otherwise.
 
-        They were updated in it, and a restart runs it again, or the module's own ``on_validation_end`` resets them.
+        These metrics were updated in the validation. If restored, they would count it twice, because a restart runs it
+        again; or the module's own ``on_validation_end`` would have reset them.
         """
         ended_by_module = trainer.validating and module_overrides(trainer, "on_validation_end")
         if not (ended_by_module or loop_repairs.is_within_validation(trainer)):
@@ -178,12 +181,12 @@ class RankState:
         return {metric for metric, count in counts.items() if count != self._counts.get(metric)}
 
     def _capture_position(self, trainer: Any, state: dict[str, Any], caveats: list[str]) -> None:
-        """Adds this rank's place in the data and its gradients to ``state``."""
+        """Adds to ``state`` this rank's position in the data, and its gradients during gradient accumulation."""
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         undone = int(progress.ready - progress.processed)
         fetcher = trainer.fit_loop._data_fetcher
         if hasattr(fetcher, "iterator_wrapper") and fetcher.length is None and fetcher.done:
-            undone = 0  # a step that fetches its own batches and found none left is not a step
+            undone = 0  # a training_step that fetches its own batches found none left, so no step is in progress
         if undone:
             caveats.append("saved in the middle of a step: it will be repeated with other random numbers")
         elif not is_step_boundary(trainer):
@@ -210,10 +213,10 @@ class RankState:
     # ---- restore
 
     def load(self, state: dict[str, Any]) -> None:
-        """Keeps a captured state, to be restored when the first batch is fetched. Call it before the loops run.
+        """Takes a captured state, which is restored when the first batch is fetched. Call it before the loops run.
 
         Raises:
-            ValueError: the state was written by a newer version.
+            ValueError: a newer version of this library wrote the state.
         """
         if state["version"] > _VERSION:
             raise ValueError(
@@ -231,9 +234,9 @@ class RankState:
         return self._pending is not None and not self._placed
 
     def patch_loaded_checkpoint(self, checkpoint: dict[str, Any], state: dict[str, Any]) -> None:
-        """Replaces rank 0's loader states in a loaded checkpoint, in place, by those of this rank.
+        """Replaces, in place, rank 0's loader states in a loaded checkpoint by those of this rank.
 
-        Needed only by code that reads the checkpoint's loop state itself; an exact resume needs :meth:`load` only.
+        Needed only by code that itself reads the checkpoint's loop state; an exact resume needs only :meth:`load`.
         """
         loop_state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         own = [entry for entry in state["loaders"] if entry["kind"] == "stateful"]
@@ -265,11 +268,12 @@ class RankState:
         return loader
 
     def _deferred(self) -> bool:
-        """Whether iter() of a loader waits for the first batch; when loaders are reloaded for an epoch it does not."""
+        """True when ``iter()`` of a loader waits for the first batch: before the loaders are opened at their saved
+        positions. False while Lightning reloads loaders at the start of an epoch."""
         return self._pending is not None and not self._advancing
 
     def _reset(self, original: Callable[[], None]) -> None:
-        """Runs when the state of the loops is restored, before ``on_train_start``."""
+        """Replaces ``fit_loop.reset``, which runs after the loops' state is restored and before ``on_train_start``."""
         if self._pending is None:
             original()
             return
@@ -277,12 +281,13 @@ class RankState:
         loop_repairs.keep_epoch_open(self._trainer.fit_loop, original)
 
     def _on_advance_start(self, original: Callable[[], None]) -> None:
-        """Runs after every on_train_start and before on_train_epoch_start of the first epoch."""
+        """Replaces ``fit_loop.on_advance_start``. Its first call comes after every ``on_train_start`` and before the
+        first ``on_train_epoch_start``, and restores the logged values and the generators."""
         state, self._advancing = self._pending, True
         try:
             if state is not None and not self._placed:
                 fit_loop = self._trainer.fit_loop
-                if "last_reload" in state:  # Lightning would count from the restart
+                if "last_reload" in state:  # otherwise Lightning would count epochs from the restart
                     fit_loop._last_train_dl_reload_epoch = state["last_reload"]
                 self._place_logged(state)
                 loop_repairs.settle_plateau(self._trainer, state)
@@ -308,8 +313,8 @@ class RankState:
         if self._pending is not None:
             _defer_opening(data_fetcher, self._open_loaders)
             if self._restarted and epoch_loop.restarting:
-                # Lightning before 2.5 calls on_train_epoch_start again in the middle of an epoch; the random numbers it
-                # consumed are given back, and what it logged is taken out.
+                # Lightning before 2.5 calls on_train_epoch_start again in the middle of an epoch. Undo the random
+                # numbers that it consumed and the values that it logged.
                 rng.restore(self._pending["rng"])
                 if not loop_repairs.has_stages(epoch_loop):
                     self._place_logged(self._pending)
@@ -336,8 +341,9 @@ class RankState:
             loop_repairs.continue_epoch(self._trainer.fit_loop.epoch_loop)
 
     def _validate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a validation. It draws from the generators of training, as without this library; a restart runs those
-        validations that the undisturbed run had after the save, and no other."""
+        """Replaces the ``run`` of a validation. The validation draws from the generators of training, as without this
+        library. When Lightning before 2.5 repeats the last validation before the save, the repetition gets the same
+        random numbers, and the generators are then set as if it had not run."""
         if self._persistent_open:
             self._persistent_open = False
             self._open_persistent()
@@ -346,21 +352,24 @@ class RankState:
         pending = self._pending if loop_repairs.validates_at_restart(self._trainer) else None
         repeated = pending.get("validated") if pending is not None else None
         if repeated is not None:
-            rng.restore(repeated)  # the last validation of before the save runs again: with the same random numbers
+            rng.restore(repeated)  # the last validation before the save runs again, with the same random numbers
         result = original(*args, **kwargs)
-        before, self._rng_before_validation = self._rng_before_validation, None  # a save in on_exception needs it
+        # Cleared only when the validation has ended, because a save in on_exception needs it.
+        before, self._rng_before_validation = self._rng_before_validation, None
         if pending is not None:
             pending["rng"] = before if repeated is not None else rng.snapshot()
             rng.restore(pending["rng"])
         return result
 
     def _pass_over_validation(self, original: Callable[[], None]) -> None:
-        """Lightning counts a validation that is over as done at a restart, and opens its loaders for that."""
+        """Keeps the generators unchanged while Lightning, at a restart, counts a finished validation as done, for which
+        it opens the validation loaders."""
         with rng.preserved():
             original()
 
     def _open_persistent(self) -> None:
-        """Starts persistent workers that were running at the save: the first iteration alone draws a seed for them."""
+        """Starts the persistent workers that were running at the save, without changing the generators: only a loader's
+        first iteration draws a seed for them, and that was before the save."""
         combined = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader
         with rng.preserved():
             for loader in _persistent_loaders(combined):
@@ -368,7 +377,8 @@ class RankState:
                     iter(loader)
 
     def _open_loaders(self, fetcher: Any) -> None:
-        """Opens the loaders at their saved positions, right before the first batch after a restart is fetched."""
+        """Restores gradients and opens the loaders at their saved positions, right before the first batch after a
+        restart is fetched. Warns, and starts from the beginning, when the loaders have changed."""
         state, trainer = self._pending, self._trainer
         if state is None:
             return
@@ -389,7 +399,7 @@ class RankState:
             )
             loaders, entries = [], []
         pairs = list(zip(loaders, entries, strict=True))
-        combined.reset()  # closes iterators opened while the trainer was set up
+        combined.reset()  # closes iterators that were opened while the trainer was set up
         if pairs and trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0:
             self._continue_epoch(fetcher, combined, pairs, state)
         else:
@@ -423,7 +433,8 @@ class RankState:
     # ---- helpers
 
     def _prefetched(self, fetcher: Any, undone: int, stateful: bool, caveats: list[str]) -> tuple[int, Any]:
-        """How many batches Lightning has fetched ahead, and copies of them, None when they cannot be saved."""
+        """The number of batches that Lightning has fetched ahead, and copies of them. The copies are None when no batch
+        is fetched ahead, when a step is in progress, or when a batch has no plain form."""
         batches = list(getattr(fetcher, "batches", None) or ())
         if not batches or undone:
             return len(batches), None
@@ -445,13 +456,16 @@ def _persistent_loaders(combined: Any) -> list[Any]:
 
 
 def _has_persistent_workers(trainer: Any) -> bool:
-    """True when workers of a validation loader are running that outlive its iteration."""
+    """True when persistent workers of a validation loader are running."""
     combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
     return any(getattr(loader, "_iterator", None) is not None for loader in _persistent_loaders(combined))
 
 
 def _taken(loader: Any, index: int, again: bool) -> int:
-    """Batches taken from an iterator that does not count them, worked out from the combined loader's index."""
+    """The number of batches taken from an iterator that does not count them, from the combined loader's index.
+
+    ``again``: the loader has been read to its end and started again.
+    """
     try:
         return index % len(loader) if again else min(index, len(loader))
     except TypeError:
@@ -459,7 +473,7 @@ def _taken(loader: Any, index: int, again: bool) -> int:
 
 
 def _defer_opening(fetcher: Any, open_loaders: Callable[[Any], None]) -> None:
-    """Defers opening the loaders from iter() of the fetcher to its first next(). Idempotent."""
+    """Makes the fetcher open the loaders at its first ``next()`` instead of at ``iter()``. Idempotent."""
     base = type(fetcher)
     if getattr(base, "_resiliency_deferred", False):
         return

@@ -26,7 +26,8 @@ _WORD = "I"  # Python's and numpy's Mersenne Twister hold 32-bit words
 def snapshot() -> Rng:
     """Copies of the states of all generators.
 
-    Thread: training. Collective: no. Blocks: about 40 microseconds on the CPU (10 KB), plus 2 per CUDA device.
+    Thread: training. Collective: no. Blocks: about 40 microseconds for the CPU's generators (10 KB), plus 2
+    microseconds per CUDA device.
     """
     version, words, gauss = random.getstate()
     rng: Rng = {"torch": torch.get_rng_state(), "python": (version, array(_WORD, words).tobytes(), gauss)}
@@ -43,10 +44,11 @@ def snapshot() -> Rng:
 
 
 def restore(rng: Rng) -> None:
-    """Sets all generators to the states :func:`snapshot` returned.
+    """Sets all generators to the states that :func:`snapshot` returned.
 
-    Each CUDA state is set on the device of the same index, and that of the rank's device then on its device of today.
-    States of generators this process lacks (numpy not imported, fewer devices) are ignored.
+    Each CUDA state is set on the device with the same index. Then the state of the device that the rank used at the
+    snapshot is set on the device that it uses now. States of generators that this process lacks (numpy not imported,
+    fewer devices) are ignored.
 
     Thread: training. Collective: no. Blocks: microseconds.
     """

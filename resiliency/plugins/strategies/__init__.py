@@ -1,4 +1,4 @@
-"""One adapter per kind of Lightning strategy: what its checkpoints hold and how the engine may copy it."""
+"""One adapter per kind of Lightning strategy: it says what checkpoints contain and how the engine may copy it."""
 
 from __future__ import annotations
 

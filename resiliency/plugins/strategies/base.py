@@ -20,8 +20,8 @@ class TensorRules:
     Attributes:
         may_copy_late: nothing changes the tensor before the next optimizer step, so it may be copied while the next
             forward and backward run.
-        is_replicated: the tensor is equal on all ranks, so that each may write a part of it. Of a tensor that every
-            rank has and that is not replicated, rank 0's is saved.
+        is_replicated: the tensor is equal on all ranks, so that each rank may write a part of it. When every rank has a
+            tensor that is not replicated, rank 0's is saved.
     """
 
     may_copy_late: Callable[[Tensor], bool]
@@ -29,9 +29,10 @@ class TensorRules:
 
 
 class StrategyAdapter(Protocol):
-    """Adapter of one kind of strategy. Stateless; called on every rank, in the training thread.
+    """Adapter of one kind of strategy. It has no state; all methods are called on every rank, in the training thread.
 
-    A new kind is a class of this protocol and its entry in :data:`resiliency.plugins.strategies.registry.ADAPTERS`.
+    To support a new kind, write a class of this protocol and add it to
+    :data:`resiliency.plugins.strategies.registry.ADAPTERS`.
     """
 
     def supports(self, strategy: Any) -> bool:
@@ -39,12 +40,12 @@ class StrategyAdapter(Protocol):
         are not imported."""
 
     def dump_state(self, trainer: Any, *, weights_only: bool) -> dict[str, Any]:
-        """This rank's checkpoint as of now, with live tensors. Runs the ``on_save_checkpoint`` hooks. Collective: when
-        the strategy's own saving is."""
+        """This rank's current checkpoint, with live tensors, not copies. Runs the ``on_save_checkpoint`` hooks.
+        Collective: when the strategy's own saving is."""
 
     def tensor_rules(self, trainer: Any) -> TensorRules:
         """Which tensors of the state just dumped may be copied late, and which are replicated."""
 
     def expected_tensors(self, trainer: Any) -> dict[str, Tensor]:
-        """The large tensors of this rank's full checkpoints once the optimizers have state, as meta tensors by key.
-        Shard files for them are prepared before training."""
+        """The large tensors that this rank's full checkpoints will contain once the optimizers have state, as meta
+        tensors by key. Shard files for them are prepared before training."""

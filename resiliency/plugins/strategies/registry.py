@@ -1,4 +1,4 @@
-"""Which adapter serves a strategy."""
+"""Finds the adapter of a strategy."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ ADAPTERS: tuple[StrategyAdapter, ...] = (ReplicatedAdapter(),)
 
 
 def adapter_for(strategy: Any) -> StrategyAdapter | None:
-    """The adapter of a Lightning strategy; None when the engine cannot save what its checkpoints hold."""
+    """The adapter of a Lightning strategy; None when the engine does not support the strategy."""
     return next((adapter for adapter in ADAPTERS if adapter.supports(strategy)), None)

@@ -1,4 +1,4 @@
-"""Strategies that keep the whole model on every rank: a single device, and distributed data parallel."""
+"""Adapter for strategies that keep the whole model on every rank: a single device, and distributed data parallel."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from resiliency.plugins.strategies.base import TensorRules
 
 __all__ = ["ReplicatedAdapter"]
 
-#: Their ``dump_checkpoint`` returns the whole, unsharded state on every rank, with live tensors.
+#: Strategies for which ``dump_checkpoint`` returns the whole, unsharded state on every rank, with live tensors.
 _SUPPORTED = frozenset({"SingleDeviceStrategy", "DDPStrategy"})
-#: Some of them derive from a supported strategy although they shard.
+#: Strategies that shard; listed because some of them derive from a supported strategy.
 _UNSUPPORTED = frozenset(
     {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy", "XLAStrategy", "MegatronStrategy"}
 )
 
 
 class ReplicatedAdapter:
-    """``SingleDeviceStrategy``, ``DDPStrategy`` and strategies derived from them."""
+    """Adapter of ``SingleDeviceStrategy``, ``DDPStrategy`` and strategies derived from them that do not shard."""
 
     def supports(self, strategy: Any) -> bool:
         names = {cls.__name__ for cls in type(strategy).__mro__}
@@ -34,12 +34,12 @@ class ReplicatedAdapter:
         return dumped
 
     def tensor_rules(self, trainer: Any) -> TensorRules:
-        """Parameters and optimizer state are replicated. Buffers differ between DDP ranks until the next forward, and
-        tensors of callbacks may differ.
+        """Parameters and optimizer state are replicated. Other tensors are not, because buffers differ between DDP
+        ranks until the next forward, and tensors of callbacks may differ.
 
-        Trained parameters and their optimizer state may be copied late: they change only in the optimizer step.
-        Parameters that no optimizer has may be moving averages, which change in any hook or in forward. Nothing is
-        copied late when an optimizer runs inside backward.
+        Trained parameters and their optimizer state may be copied late, because they change only in the optimizer step.
+        Parameters that belong to no optimizer may not, because they may be moving averages, which change in any hook or
+        in forward. Nothing is copied late when an optimizer runs inside backward.
         """
         module = trainer.lightning_module
         replicated = _addresses(filter(_has_data, module.parameters()))
@@ -64,7 +64,7 @@ class ReplicatedAdapter:
         )
 
     def expected_tensors(self, trainer: Any) -> dict[str, Tensor]:
-        """Without parameters of lazy modules, which have no shape yet, and without tensors that are not plain."""
+        """Leaves out parameters of lazy modules, which have no shape yet, and tensors that are not plain."""
         tensors: dict[str, Tensor] = {}
         for name, value in trainer.lightning_module.state_dict().items():
             if _is_plain(value):
@@ -81,12 +81,12 @@ class ReplicatedAdapter:
 
 
 def _has_data(tensor: Tensor) -> bool:
-    """False for a parameter or buffer of a lazy module before its first forward."""
+    """False for a parameter or buffer of a lazy module that has not run its first forward yet."""
     return not is_lazy(tensor)
 
 
 def _is_plain(value: Any) -> bool:
-    """True for a tensor of which there is an equal one without values: not for wrappers, sparse, quantized ones."""
+    """True for a tensor that can be described on the meta device: no subclass, not sparse, nested or quantized."""
     return (
         type(value) in (Tensor, Parameter)
         and value.layout is torch.strided
@@ -96,7 +96,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _without_values(tensor: Tensor) -> Tensor:
-    """A tensor on the meta device of as many bytes as are stored of this one; of an expanded one these are few."""
+    """A tensor on the meta device with as many bytes as a save stores: of an expanded tensor, its small storage."""
     held = tensor.untyped_storage().nbytes()
     if held < tensor.nbytes:
         return torch.empty(held, dtype=torch.uint8, device="meta")
@@ -104,12 +104,13 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:
-    """Where tensors lie, of those that lie anywhere: not wrappers, sparse ones, or those whose storage was freed."""
+    """The addresses of the tensors' data. Wrappers, sparse tensors and those with a freed storage have none and are
+    left out."""
     found = set()
     for tensor in tensors:
         try:
             found.add(tensor.data_ptr())
-        except RuntimeError:  # what torch raises for tensors without a storage
+        except RuntimeError:  # torch raises it for tensors without a storage
             continue
     found.discard(0)
     return found
@@ -122,7 +123,8 @@ def _is_stepped_in_backward(parameter: Any) -> bool:
 
 
 def _moments(optimizer: Any) -> list[str]:
-    """Names of the parameter-sized tensors an optimizer keeps per parameter, guessed before its first step."""
+    """Names of the parameter-sized tensors that an optimizer keeps per parameter. Before its first step they are
+    guessed from its settings; [] when that is impossible."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
     for state in getattr(optimizer, "state", {}).values():
         if isinstance(state, Mapping) and state:
