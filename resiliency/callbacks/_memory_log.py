@@ -66,12 +66,14 @@ class LogsMemory(LogsSteps):
             TensorBoardLogger if it has one, else no scalars.
 
     Raises:
-        ConfigError: ``every_n_steps`` is below 1; at the start of a fit, ``tb_dir`` cannot be used.
+        ConfigError: ``every_n_steps`` is no whole number of at least 1; at the start of a fit, ``tb_dir`` cannot be
+            used.
     """
 
     def __init__(self, *, every_n_steps: int | None = None, tb_dir: str | None = None) -> None:
         super().__init__(tb_dir)
-        if every_n_steps is not None and every_n_steps < 1:
+        is_number = isinstance(every_n_steps, int) and not isinstance(every_n_steps, bool)
+        if every_n_steps is not None and not (is_number and every_n_steps >= 1):
             raise ConfigError(f"every_n_steps={every_n_steps!r}: pass a whole number of at least 1")
         self._every_n_steps = every_n_steps
 

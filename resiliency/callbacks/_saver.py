@@ -286,22 +286,24 @@ class CheckpointSaver:
     def wait_for(self, paths: Iterable[str], timeout: timedelta) -> None:
         """Waits until checkpoints of this fit exist at these paths; only warns when one does not exist in time.
 
-        Collective: no, but the other ranks must have saved. Blocks: up to ``timeout`` for each path, until its save is
-        committed; with a separate local tier, until it is durable on ``dirpath``'s tier, if it is uploaded there. Does
-        nothing in threads other than the training thread, because the engine does not serve them.
+        Collective: no, but the other ranks must have saved. Blocks: up to ``timeout`` for all paths together, until
+        their saves are committed; with a separate local tier, until they are durable on ``dirpath``'s tier, if they are
+        uploaded there. Does nothing in threads other than the training thread, because the engine does not serve them.
         """
         if threading.get_ident() != self._thread:
             return
+        deadline = time.monotonic() + timeout.total_seconds()
         for path in paths:
             ticket = self._tickets.get(self.name_of(path) or "")
             if ticket is None or self._is_there(ticket) or ticket.failed is not None:
                 continue
             self.session.fence()
+            left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
             try:
                 if self.places.announced_tier == LOCAL:
-                    ticket.wait(Stage.COMMITTED, timeout=timeout)
+                    ticket.wait(Stage.COMMITTED, timeout=left)
                 else:
-                    ticket.wait(Stage.DURABLE, tier=self.places.announced_tier, timeout=timeout)
+                    ticket.wait(Stage.DURABLE, tier=self.places.announced_tier, timeout=left)
             except (ResiliencyError, OSError, RuntimeError) as error:
                 # Boundary: the user asked for a path and gets it. The warning says why no checkpoint is there.
                 logger.warning("there is no checkpoint at %s yet: %s", path, error)

@@ -86,7 +86,7 @@ class UnfinishedMarkers:
             for path in paths:
                 if not is_stock(str(path)):
                     logger.warning(
-                        "%s is kept despite the marker %s: this library wrote it, and its manifest says whether it is complete",
+                        "%s is kept despite the marker %s: this library wrote it, and its manifest is what counts",
                         path,
                         marker,
                     )

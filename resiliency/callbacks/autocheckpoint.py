@@ -224,7 +224,7 @@ class SavesWhenPreempted(StepHooks):
             self._watch.close()
         if threading.current_thread() is not threading.main_thread():
             logger.warning(
-                "the fit does not run in the main thread, the only one that gets signals: no signal is a preemption notice"
+                "the fit does not run in the main thread, which alone gets signals: no signal is a preemption notice"
             )
             signals: tuple[int, ...] = ()
         else:

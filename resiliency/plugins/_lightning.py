@@ -294,8 +294,9 @@ _FABRICS = ("lightning.fabric.", "lightning_fabric.", "lightning.pytorch.", "pyt
 
 
 def weights_only_of(namespace: str, given: bool | None) -> bool | None:
-    """The ``weights_only`` that a load uses. It is ``given``, except that None means False, which trusts all files, with
-    Lightning before 2.6, which lacks the argument, and with torch before 2.6, to which newer Lightning leaves it."""
+    """The ``weights_only`` that a load uses. It is ``given``, except that None means False, which trusts all files,
+    with Lightning before 2.6, which lacks the argument, and with torch before 2.6, to which newer Lightning leaves
+    it."""
     stock = importlib.import_module(f"{namespace}.plugins.io").TorchCheckpointIO
     knows = "weights_only" in inspect.signature(stock.load_checkpoint).parameters
     if given is None and (not knows or torch.__version__ < "2.6"):

@@ -146,7 +146,8 @@ def dealing_of(loader: Any, *, begun_at: int = 0) -> Dealing:
     kind = type(loader).__name__
     if is_stateful(loader):
         raise ConfigError(
-            f"the {kind} saves a position of its own, which this library cannot divide among another number of ranks{advice}"
+            f"the {kind} saves a position of its own, which this library cannot divide among another number of"
+            f" ranks{advice}"
         )
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"the train loader is a {kind}, of which the order of samples is not known{advice}")

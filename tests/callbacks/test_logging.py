@@ -334,8 +334,9 @@ def test_memory_is_that_of_this_process(tmp_path: Path, caplog: pytest.LogCaptur
     caplog.clear()
     fit([build("MemoryLoggingCallback")()], tmp_path, log_every_n_steps=4)
     assert [step for step, _ in numbers(caplog.text, r"Memory after step (\d+): cpu (\d+\.\d{3})")] == [1, 5]
-    with pytest.raises(ConfigError, match="every_n_steps=0"):
-        build("MemoryLoggingCallback")(every_n_steps=0)
+    for refused in (0, 1.5, True):
+        with pytest.raises(ConfigError, match=f"every_n_steps={refused}"):
+            build("MemoryLoggingCallback")(every_n_steps=refused)
 
 
 def test_memory_of_a_gpu_is_there_where_it_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import importlib
 import os
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from resiliency import faultpoints
+from resiliency.callbacks._saver import CheckpointSaver
+from resiliency.checkpoint.ticket import LOCAL
+from resiliency.errors import Timeout
 from tests.callbacks.harness import NAMESPACES, content, loader, make_net, make_trainer, ours, stock
 
 PL = "lightning.pytorch"
@@ -159,3 +164,27 @@ def test_our_own_hooks_and_other_threads_do_not_wait(tmp_path: Path, monkeypatch
     make_trainer(PL, [Reader(), ours(PL, tmp_path, **BEST)], root=tmp_path).fit(make_net(PL), loader())
     assert read == [str(tmp_path / "step=4.ckpt")]
     assert waits == []
+
+
+def test_paths_that_do_not_come_are_waited_for_once_and_not_each_for_the_whole_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, waited = [0.0], []
+
+    def wait(*_: object, timeout: timedelta) -> None:
+        waited.append(timeout.total_seconds())
+        now[0] += waited[-1]
+        raise Timeout("not there yet")
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    ticket = SimpleNamespace(failed=None, wait=wait)
+    saver = SimpleNamespace(
+        _thread=threading.get_ident(),
+        _tickets=dict.fromkeys("abc", ticket),
+        _is_there=lambda _: False,
+        name_of=lambda path: path,
+        session=SimpleNamespace(fence=lambda: None),
+        places=SimpleNamespace(announced_tier=LOCAL),
+    )
+    CheckpointSaver.wait_for(saver, "abc", timedelta(seconds=30))  # type: ignore[arg-type]
+    assert waited == [30.0, 0.0, 0.0]

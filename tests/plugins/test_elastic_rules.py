@@ -193,7 +193,7 @@ DATA: Any = list(range(10))
     [
         (DataLoader(Endless()), "IterableDataset, which decides by itself"),
         ([1, 2], "the train loader is a list"),
-        (Stateful(DATA), "restores its own position"),
+        (Stateful(DATA), "a position of its own"),
         (DataLoader(DATA, batch_sampler=OwnBatches(SequentialSampler(DATA), 2, False)), "batch sampler OwnBatches"),
         (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * 10, 10)), "sampler WeightedRandomSampler"),
         (DataLoader(DATA, batch_size=None), "batch sampler NoneType"),
