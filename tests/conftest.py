@@ -6,6 +6,7 @@ environment variable or a file of ours in /dev/shm. What it left is cleared, so 
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import shutil
@@ -56,7 +57,11 @@ SESSION_HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_track
 SHM = Path("/dev/shm")
 SHM_PREFIX = "resiliency"
 
+#: Seconds after which the stacks of a kill test are written.
+KILL_STACKS_S = 880.0
+
 NOT_RUN = pytest.StashKey[dict[str, int]]()
+STDERR = pytest.StashKey[int]()
 
 
 # ---- tests that need what this machine does not have
@@ -113,7 +118,12 @@ NEEDS = {
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[NOT_RUN] = {}
+    config.stash[STDERR] = os.dup(2)  # while tests run pytest puts a file in its place
     gc.disable()  # while torch and Lightning are imported: nothing of them is garbage
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    os.close(config.stash[STDERR])
 
 
 def pytest_collection_finish() -> None:
@@ -167,6 +177,13 @@ def _whole_files(items: list[pytest.Item], *, at_least: int) -> int:
     while 0 < count < len(items) and items[count].path == items[count - 1].path:
         count += 1
     return count
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Kill tests may take longer until the stacks of all threads are written than ``faulthandler_timeout``."""
+    if item.get_closest_marker("kill"):
+        faulthandler.dump_traceback_later(KILL_STACKS_S, file=item.config.stash[STDERR])
 
 
 @pytest.hookimpl(wrapper=True)
