@@ -93,7 +93,7 @@ def test_a_name_that_is_saved_and_removed_in_turns_gets_no_number(tmp_path: Path
         folder = tmp_path / f"{len(left)}"
         net = make_net(NAMESPACES[0])
         net.on_train_batch_end = lambda *_, net=net: net.log("turn", float(net.trainer.global_step % 2))
-        callback = made(dirpath=folder, filename="{turn}", monitor="turn", every_n_train_steps=1)
+        callback = made(dirpath=folder, filename="{turn}", every_n_train_steps=1)  # the newest alone is kept
         saved: list[str] = []
         net.on_before_zero_grad = lambda *_, callback=callback, saved=saved: saved.append(
             os.path.basename(callback.best_model_path)
