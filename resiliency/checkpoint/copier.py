@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 #: Most seconds that a fence waits after its deadline has passed.
 _STOPPED_S = 10.0
+#: Seconds after a save before its snapshot is closed, if no other save begins. Unmapping takes a core for some 60 ms
+#: per GiB, and just then the agent needs that core for the commit, and the training thread for the answer.
+_CLOSE_AFTER_S = 0.05
 #: Seconds that closing waits for the threads to end.
 _END_S = 60.0
 
@@ -101,8 +104,7 @@ class Copier:
             snapshot.decide(given_up=hangs)  # sources not read yet may change from now on
             raise hangs
         snapshot.decide(fenced=True)
-        if snapshot.job.compare:
-            snapshot.compared.wait(HELPER_S)  # a change after this return must not count as one during the copy
+        snapshot.help_compare()
         return time.monotonic() - began
 
     def wait_idle(self, timeout_s: float) -> bool:
@@ -130,6 +132,9 @@ class Copier:
             with self._wake:
                 self._current = self._ready = None
                 self._wake.notify_all()
+                self._wake.wait_for(lambda: self._closed or self._current is not None, _CLOSE_AFTER_S)
+            snapshot.close()
+            del snapshot
 
     def _help(self) -> None:
         helped = 0

@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from resiliency import faultpoints
 from resiliency.agent.messages import Seal, SealedFile
@@ -19,6 +20,7 @@ from resiliency.checkpoint.shard_writer import BouncePool, ShardPlan, WrittenFil
 from resiliency.checkpoint.snapshot import Job, Snapshot
 from resiliency.spans import traced
 from resiliency.state.load_proof import LoadProof
+from resiliency.state.structure import Structure
 from resiliency.storage.blocks import BLOCK_BYTES, Blocks, block_digest
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import BlockShare, ShardRecord, shard_file
@@ -120,8 +122,12 @@ class SaveCopies:
                 if trace is not None:
                     trace.sealed()
                 self._session.client.send(sealed)
-                # Runs after the file is unmapped, because until then the agent cannot use the file again.
-                snapshot.afterwards = lambda: self._prove(save)
+                if save.proven:
+                    # Without the plan, because what is kept until then must not keep the state's tensors.
+                    snapshot.afterwards = partial(
+                        self._prove, sealed.id, save.written.structure, save.plan.own.structure
+                    )
+                save.written.structure = b""
                 return
             except OSError as error:
                 failure = error
@@ -166,20 +172,17 @@ class SaveCopies:
             supersedes=tuple(in_flight.supersedes),
         )
 
-    def _prove(self, save: _Save) -> None:
+    def _prove(self, save: StepId, state: bytes, own: Structure) -> None:
         """Warns when a later start would refuse to load this save. Runs after the seal, which need not wait for it."""
-        if not save.proven:
-            return
-        for structure in (save.written.structure, save.plan.own.structure.data_pickle()):
+        for structure in (state, own.data_pickle()):
             refusal = self._proof.refusal(structure) if structure else ""
             if refusal:
                 logger.warning(
                     "rank %d: %s is saved, but a start that is to go on from it will refuse to load it: %s",
                     self._rank,
-                    save.seal.id,
+                    save,
                     refusal,
                 )
-        save.written.structure = b""
 
     def _has_own_file(self, save: _Save) -> bool:
         """True when this rank writes a small shard of its own: in a replicated state, only rank 0's shard holds the

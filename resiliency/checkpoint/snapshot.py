@@ -49,6 +49,7 @@ from resiliency.checkpoint._cuda import DeviceCopies
 from resiliency.checkpoint._pages import has_small_pages, page_faults, view
 from resiliency.checkpoint._quiet import Question, can_ask
 from resiliency.checkpoint.arena import Slot
+from resiliency.checkpoint.comparison import Comparison
 from resiliency.checkpoint.copy_sources import ChangeWatch, CopyTask, Sources
 from resiliency.errors import Timeout, TornSnapshot
 from resiliency.spans import Recorder, traced
@@ -116,7 +117,7 @@ class Snapshot:
         done: set when every byte of this rank is in the file and digested, and the training thread has agreed; or when
             the save is given up.
         error: why the copy failed; None: it has not.
-        afterwards: called on the copy thread after the file is closed.
+        afterwards: called on the copy thread by :meth:`close`, last.
         device: the copies from GPUs; None without any.
     """
 
@@ -137,11 +138,10 @@ class Snapshot:
     _verdicts: list[TornSnapshot | Timeout | None] = field(default_factory=list)
     _decided: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
     _watch: ChangeWatch | None = None
-    _kept: Sources | None = None  # kept for the comparison; changed under the next lock
+    _comparison: Comparison | None = None  # from the end of the copy on, if it is to be compared
     # Storages of the live tensors: a tensor may get other memory meanwhile (``tensor.data = other``), and the old
     # memory, which is being read, must not be freed.
     _memory: list[UntypedStorage] = field(default_factory=list)
-    _comparing: threading.Lock = field(default_factory=threading.Lock)
     _fenced: bool = False
     _question: Question | None = None
     _by_main_thread: bool = field(default_factory=can_ask)
@@ -195,7 +195,7 @@ class Snapshot:
         self._decided.put(None)
 
     def finish(self) -> None:
-        """Waits for all blocks, writes the tail, and waits until the training thread has agreed.
+        """Waits for all blocks, writes the tail, waits until the training thread has agreed, and compares if wanted.
 
         Thread: copy, after its last :meth:`work`. Blocks: until the fence, at most.
         """
@@ -204,20 +204,12 @@ class Snapshot:
                 self.error = Timeout(f"the thread at the fence did not finish its block within {HELPER_S:.0f} s")
         if self._by_main_thread and self._watch is not None and self.error is None and not self._verdicts:
             self._question = Question(self._watch.tensors, self._decided.put)  # at once: tensors may change any moment
-        if self.error is None and self.slot is not None:
-            try:
-                self.digests += self.job.tail(self.slot.fd, self.digests)
-            except Exception as failure:  # Boundary: as in work.
-                logger.exception("writing the end of a shard file failed")
-                self.error = failure
-        if self.error is None:
-            with traced(self.job.trace, "waiting for agreement"):
-                self.error = self._await_verdict() or self._compare()
-        with self._comparing:
-            self._kept = None
-        self._memory = []
-        self.compared.set()
-        _freed_memory.release(self)
+        steps = [self._write_tail, self._agree]
+        if self.job.compare:
+            steps.reverse()  # the fence waits for the comparison, but not for the tail
+        for step in steps:
+            self.error = self.error or step()
+        self._end_comparison()
         if self.error is not None and self.slot is not None:
             self._discard()
         self._watch = None
@@ -230,14 +222,40 @@ class Snapshot:
         except Exception:  # Boundary: the copy thread must survive; the agent did not get the message.
             logger.exception("the end of a save could not be reported")
         self.done.set()
+
+    def close(self) -> None:
+        """Unmaps the file, which itself stays, and runs ``afterwards``. Thread: copy, once done. Blocks: for some
+        60 ms per GiB."""
         if self.slot is not None:
-            self.slot.close()  # last, because it takes milliseconds per GiB
+            self.slot.close()  # first, because until then the agent cannot use the file again
         afterwards, self.afterwards = self.afterwards, None
         if afterwards is not None:
             try:
                 afterwards()
-            except Exception:  # Boundary: as above.
+            except Exception:  # Boundary: the copy thread must survive.
                 logger.exception("the check whether a save can be loaded has failed; the save itself is complete")
+
+    def _write_tail(self) -> BaseException | None:
+        if self.slot is not None:
+            try:
+                self.digests += self.job.tail(self.slot.fd, self.digests)
+            except Exception as failure:  # Boundary: as in work.
+                logger.exception("writing the end of a shard file failed")
+                return failure
+        return None
+
+    def _agree(self) -> BaseException | None:
+        """Waits for the verdict, and compares if wanted. From then on nothing reads the tensors."""
+        with traced(self.job.trace, "waiting for agreement"):
+            error = self._await_verdict() or self._compare()
+        self._end_comparison()
+        return error
+
+    def _end_comparison(self) -> None:
+        self._stop_comparison()
+        self._memory = []
+        self.compared.set()
+        _freed_memory.release(self)
 
     def _await_verdict(self) -> BaseException | None:
         while not self._verdicts:
@@ -358,27 +376,28 @@ class Snapshot:
         Thread: copy, once the training thread has agreed. Blocks: while it reads the tensors; until the fence, if any
             differ.
         """
-        slot, watch = self.slot, self._watch
-        if slot is None or watch is None:
+        comparison, watch = self._comparison, self._watch
+        if comparison is None or watch is None:
             return None
-        with self._comparing:
-            changed = {} if self._kept is None else self._changed_bytes(self._kept, slot)
+        changed = comparison.changed()
         if changed and watch.changed(self._quiet_counts(watch)):
             return None  # torch counts a change, so it came after the copy, which was agreed to
-        return self._torn(list(changed), how=" in a way that torch does not count (.data, a kernel of your own)")
+        return self._torn(changed, how=" in a way that torch does not count (.data, a kernel of your own)")
 
-    def _changed_bytes(self, sources: Sources, slot: Slot) -> dict[int, None]:
-        """Numbers of the storages whose bytes differ now from those in the file."""
-        changed: dict[int, None] = {}
-        for index in self.job.mine:
-            pieces = list(sources.within(*self.job.blocks.bounds(index)))
-            digest = new_digest()
-            for address, _, nbytes in pieces:
-                digest.update(view(address, nbytes))
-            if digest.hexdigest() != self.digests[index]:
-                different = [at for address, at, n in pieces if view(address, n) != view(slot.address + at, n)]
-                changed.update(dict.fromkeys(map(sources.storage_at, different)))
-        return changed
+    def help_compare(self) -> None:
+        """Compares with the copy thread, if the copy is to be compared. Thread: training, once it has agreed to the
+        copy. Blocks: until the comparison has ended, a read of the tensors by two threads."""
+        if not self.job.compare:
+            return
+        comparison = self._comparison
+        while comparison is not None and self.failure is None and comparison.work():
+            continue
+        self.compared.wait(HELPER_S)  # a change after the fence must not count as one during the copy
+
+    def _stop_comparison(self) -> None:
+        comparison, self._comparison = self._comparison, None
+        if comparison is not None:
+            comparison.stop()
 
     def let_go(self, storage: UntypedStorage) -> None:
         """Returns when the memory of this storage is not read any more: the copy has ended, and no comparison will
@@ -398,16 +417,16 @@ class Snapshot:
             logger.warning(
                 "a storage is resized while it is being copied; its copy had not ended after %.0f s", HELPER_S
             )
-        with self._comparing:
-            self._kept = None
+        self._stop_comparison()
 
     def _finish_if_last(self) -> None:
         with self._lock:
             # After an error no further block is started, but running copies still use the tensors and the file.
             if self._running or (self._blocks_left and self.error is None) or self.copied.is_set():
                 return
-            if self.job.compare:
-                self._kept = self.sources
+            if self.job.compare and self.error is None and self.slot is not None and self.sources is not None:
+                blocks, mine, address = self.job.blocks, self.job.mine, self.slot.address
+                self._comparison = Comparison(self.sources, address, blocks=blocks, mine=mine, digests=self.digests)
             else:
                 self._memory = []
             self.sources = None  # drops the references to the tensors
