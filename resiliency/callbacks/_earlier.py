@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from resiliency.callbacks._places import CheckpointPlaces, EngineKey
-from resiliency.errors import TierError, UnsupportedFormat
+from resiliency.errors import CorruptShard, TierError, UnsupportedFormat
 from resiliency.settings import environment
 from resiliency.storage.catalog import StepListing, scan, step_folders
-from resiliency.storage.single_files import single_files_of
+from resiliency.storage.single_files import single_file_at, single_files_of
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
@@ -106,10 +106,21 @@ def newest_file(key: EngineKey, *, prefer: Iterable[str] = ()) -> set[str]:
     Args:
         prefer: if one of these paths is a name of that step, it is returned instead of the file's first name.
     """
-    for file in single_files_of(LocalTier(key.directory), key.run)[-1:]:
+    tier = LocalTier(key.directory)
+    for file in single_files_of(tier, key.run)[-1:]:
+        names = {path: os.path.relpath(path, key.directory) for path in sorted(prefer)}
         found = os.path.join(key.directory, file.name)
-        return {next((path for path in sorted(prefer) if os.path.samefile(path, found)), found)}
+        return {next((path for path in names if _is_of(tier, key.run, names[path], file.manifest.id)), found)}
     return set()
+
+
+def _is_of(tier: LocalTier, run: str, name: str, step: StepId) -> bool:
+    """True when the file of this name is that step."""
+    try:
+        manifest = single_file_at(tier, run, name)
+    except (CorruptShard, OSError):
+        return False
+    return manifest is not None and manifest.id == step
 
 
 def _listings(trainer: Any, places: CheckpointPlaces) -> Iterator[StepListing]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from resiliency.regular_file import open_regular
@@ -23,10 +23,13 @@ _PAUSES = 100
 _NEWEST = 16
 
 
-def unlink_in_order(paths: Iterable[str]) -> None:
+def unlink_in_order(paths: Iterable[str], copies: Mapping[str, Sequence[str]] | None = None) -> None:
     """Removes names of files that have others, those of the newest file last. What cannot be removed stays.
 
-    Blocks: a tick for each of the last 16.
+    Blocks: a tick for each of the last 16, and for each of their copies.
+
+    Args:
+        copies: path -> copies of its file, which are to be no older.
     """
     ordered = list(paths)
     last = 0
@@ -35,6 +38,10 @@ def unlink_in_order(paths: Iterable[str]) -> None:
             os.unlink(path)
             if fd is not None and number >= len(ordered) - _NEWEST:
                 last = _change_after(fd, last)
+        for copy in (copies or {}).get(path, ()):
+            with _opened(copy) as fd:
+                if fd is not None:
+                    last = _change_after(fd, last)
 
 
 @contextmanager

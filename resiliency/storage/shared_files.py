@@ -1,4 +1,4 @@
-"""Files that several processes use: moves a file without replacing another, and proves that no process has it open.
+"""Files that several processes use: moves without loss, and the proof that no process has a file open.
 
 A shard file belongs to one step for ever: a process that has opened a file reads the content that it opened, and a
 writer that was stopped and revived holds a file that is its own or no step's. A file is used again only with the
@@ -16,10 +16,10 @@ from contextlib import suppress
 
 from resiliency.regular_file import open_regular
 
-__all__ = ["is_ours_alone", "move_without_replacing", "write_zeros"]
+__all__ = ["exchange", "is_ours_alone", "move_without_replacing", "write_zeros"]
 
 _AT_FDCWD = -100
-_RENAME_NOREPLACE = 1
+_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _F_SETLEASE = 1024  # Linux; not in the fcntl module of every Python we support
 
@@ -34,10 +34,19 @@ def move_without_replacing(source: str, target: str) -> bool:
     Raises:
         OSError: any other failure.
     """
+    return _renamed(source, target, _RENAME_NOREPLACE)
+
+
+def exchange(one: str, other: str) -> bool:
+    """Exchanges what two paths lead to, atomically. Returns and raises as :func:`move_without_replacing`; False also
+    when one of them does not exist."""
+    return _renamed(one, other, _RENAME_EXCHANGE)
+
+
+def _renamed(source: str, target: str, how: int) -> bool:
     if not hasattr(_libc, "renameat2"):  # a libc other than glibc 2.28 or later
         return False
-    moved = _libc.renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE)
-    if moved == 0:
+    if _libc.renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), how) == 0:
         return True
     code = ctypes.get_errno()
     if code in (errno.EEXIST, errno.ENOENT, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV):

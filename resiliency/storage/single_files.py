@@ -19,7 +19,7 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from resiliency.regular_file import open_regular
 from resiliency.storage.catalog import StepListing, scan, step_prefix
 from resiliency.storage.change_times import unlink_in_order
 from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, record_file, shard_file
+from resiliency.storage.own_files import give_own_files
 from resiliency.storage.own_record import check_identity_is_absent, read_other_shard, read_own_manifest
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.storage.step_id import StepId
@@ -291,6 +292,10 @@ def drop_folders(tier: LocalTier, run: str, *, through: str | None = None) -> st
     the user wanted the room, or has the files where the library does not look. When this process is killed, the steps
     are either all there or all dropped, and :func:`restore_folders` makes them again.
 
+    Of several names of a step each gets a file of its own (:mod:`resiliency.storage.own_files`).
+
+    Blocks: for these copies, about a second per GiB.
+
     Args:
         through: a folder in the run's folder, into which everything is moved before it is removed. Whoever removes that
             folder stops this at any point, and nothing is lost. None: a new folder.
@@ -303,31 +308,48 @@ def drop_folders(tier: LocalTier, run: str, *, through: str | None = None) -> st
     """
     folder = os.path.join(tier.root, META_DIR, run)
     without = []
-    newest = None
+    steps: list[Manifest] = []
     for listing in scan(tier, run):
         if listing.problems:
             return f"{listing.id}: {listing.problems[0]}"
         if listing.manifest is None:
             continue
         if _has_a_file(tier, listing.manifest):
-            newest = listing.id if newest is None else max(newest, listing.id)
+            steps.append(listing.manifest)
         elif _names_left(tier, listing.manifest) or not listing.manifest.names:
             return f"{listing.id} has no name, or has parts in other files"
         else:
             without.append(listing.id)
+    newest = max((step.id for step in steps), default=None)
     if without and (newest is None or max(without) > newest):
         return f"the files of {max(without)} were deleted, and no newer step has a file"
     if through is None and os.path.isdir(folder):
         through = os.path.join(folder, _DROPPED + secrets.token_hex(4))
         os.mkdir(through)
-    if through is not None and not remove_run_folder(folder, through):
+    if through is None:
+        return ""
+    try:
+        copies = {step.id.dirname: _give_own_files(tier, step, through) for step in steps}
+    except FileNotFoundError:
         return "a later job has begun"
-    return ""
+    return "" if remove_run_folder(folder, through, copies) else "a later job has begun"
 
 
-def remove_run_folder(folder: str, through: str) -> bool:
+def _give_own_files(tier: LocalTier, step: Manifest, through: str) -> list[str]:
+    files: dict[tuple[int, int], list[str]] = {}
+    for name in _names_left(tier, step):
+        with suppress(FileNotFoundError):  # the user has deleted it
+            found = os.lstat(tier.path(name))
+            files.setdefault((found.st_dev, found.st_ino), []).append(tier.path(name))
+    return [copy for paths in files.values() for copy in give_own_files(paths, through=through)]
+
+
+def remove_run_folder(folder: str, through: str, copies: Mapping[str, Sequence[str]] | None = None) -> bool:
     """Removes the folder of a run by way of a folder in it (see :func:`drop_folders`), and the parent folder if it is
     empty.
+
+    Args:
+        copies: folder name of a step -> copies of its file.
 
     Returns:
         False when another process has removed the folder that everything goes through.
@@ -350,7 +372,7 @@ def remove_run_folder(folder: str, through: str) -> bool:
             return False
         if os.path.basename(path) == STEPS_DIR:
             faultpoints.hit("agent.drop.renamed")
-    _unlink_in_order(os.path.join(through, STEPS_DIR))
+    _unlink_in_order(os.path.join(through, STEPS_DIR), copies or {})
     with suppress(FileNotFoundError):  # a later job removes the folder too
         shutil.rmtree(through)
     faultpoints.hit("agent.drop.removed")
@@ -360,10 +382,11 @@ def remove_run_folder(folder: str, through: str) -> bool:
     return True
 
 
-def _unlink_in_order(steps: str) -> None:
+def _unlink_in_order(steps: str, copies: Mapping[str, Sequence[str]]) -> None:
     """Unlinks the first shards of steps, which the names stay of, so that the newest file is changed last."""
     found = sorted((step, name) for name in _listing(steps) if (step := StepId.parse(name)) is not None)
-    unlink_in_order(os.path.join(steps, name, shard_file(0)) for _, name in found)
+    shards = {name: os.path.join(steps, name, shard_file(0)) for _, name in found}
+    unlink_in_order(shards.values(), {shards[name]: copies[name] for name in shards if name in copies})
 
 
 def _listing(folder: str) -> list[str]:

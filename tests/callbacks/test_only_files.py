@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,44 @@ def test_last_resumes_from_the_newest_file(tmp_path: Path) -> None:
 
     fit(2)
     assert fit(3, ckpt_path="last").ran == 6
+
+
+def test_a_script_that_writes_into_last_leaves_the_best_as_it_is(tmp_path: Path) -> None:
+    """With stock Lightning they are two files, also when they are of one step."""
+    callback = build(PL)(dirpath=tmp_path, save_last=True)
+    make_trainer(PL, [callback], root=tmp_path).fit(make_net(PL), loader())
+    best, last = Path(callback.best_model_path), Path(callback.last_model_path)
+    before, of_last = best.read_bytes(), content(last)
+    assert best != last and not best.samefile(last) and before == last.read_bytes()
+    torch.save({"state_dict": of_last["state_dict"]}, last)
+    assert best.read_bytes() == before and set(content(last)) == {"state_dict"}
+    shutil.copy(best, last)
+    assert last.read_bytes() == before
+
+
+def test_a_script_that_writes_into_the_link_to_the_best_changes_the_best_as_with_stock(tmp_path: Path) -> None:
+    found = []
+    for kind, made in (("stock", stock(PL)), ("ours", build(PL))):
+        callback = made(dirpath=tmp_path / kind, save_last="link")
+        make_trainer(PL, [callback], root=tmp_path / kind).fit(make_net(PL), loader())
+        last = tmp_path / kind / "last.ckpt"
+        found.append((last.is_symlink(), os.readlink(last)))
+    assert found == [(True, "epoch=1-step=12.ckpt")] * 2
+
+
+def test_last_resumes_from_the_newest_file_also_when_that_is_not_called_last(tmp_path: Path) -> None:
+    def fit(epochs: int, **settings: Any) -> Any:
+        net = make_net(PL)
+        given = {"save_last": settings.pop("save_last", True), "auto_resume": settings.pop("auto_resume", None)}
+        callback = ours(PL, tmp_path, save_top_k=-1, **given)
+        make_trainer(PL, [callback], root=tmp_path, max_epochs=epochs).fit(net, loader(), **settings)
+        return net
+
+    fit(2)
+    fit(3, save_last=False, auto_resume=True)
+    assert {"last.ckpt", "epoch=2-step=18.ckpt"} <= set(everything(tmp_path))
+    assert content(tmp_path / "last.ckpt")["global_step"] == 12
+    assert fit(4, ckpt_path="last").ran == 6
 
 
 KEPT: dict[str, tuple[dict[str, str], dict[str, Any]]] = {

@@ -1,0 +1,234 @@
+"""After a job each name of a step is a file of its own, as with stock Lightning, and nothing is lost by it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from resiliency.checkpoint.options import LocalTierOptions
+from resiliency.storage import own_files
+from resiliency.storage.manifest import META_DIR, shard_file
+from resiliency.storage.own_files import give_own_files
+from resiliency.storage.shared_files import exchange
+from resiliency.storage.single_files import drop_folders, restore_folders
+from resiliency.storage.tiers.local import LocalTier
+from resiliency.testing.checkpoints import RUN, differences, make_checkpointer, make_state, step_dirs
+
+NAMES = ["best.ckpt", "last.ckpt", "val/loss=0.5.ckpt"]
+
+
+def save(folder: Path, *steps: int, names: list[str] = NAMES) -> None:
+    """Saves steps whose names stay at the last of them, but for "step=N.ckpt"."""
+    with make_checkpointer(LocalTierOptions(directory=str(folder), keep=None)) as checkpointer:
+        for step in steps:
+            checkpointer.save(step, make_state(step), names=[f"step={step}.ckpt", *names]).wait()
+
+
+def inodes(folder: Path, names: list[str]) -> list[int]:
+    return [(folder / name).stat().st_ino for name in names]
+
+
+@pytest.fixture(params=["kernel copies", "no copying kernel", "short copies"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot(*_: Any) -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    real = os.copy_file_range
+    if request.param == "no copying kernel":
+        monkeypatch.setattr(os, "copy_file_range", cannot)
+    if request.param == "short copies":  # as when a signal comes
+        monkeypatch.setattr(os, "copy_file_range", lambda one, other, n, *at: real(one, other, min(n, 1000), *at))
+    monkeypatch.setattr(own_files, "_PIECE", 4096)
+
+
+@pytest.mark.usefixtures("way")
+def test_each_name_gets_a_file_with_the_same_bytes_times_and_mode(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    (tmp_path / "step=2.ckpt").chmod(0o640)
+    os.utime(tmp_path / "step=2.ckpt", ns=(5_000_000_000, 7_000_000_000))
+    names = ["step=2.ckpt", *NAMES]
+    assert len(set(inodes(tmp_path, names))) == 1
+    assert drop_folders(LocalTier(tmp_path), RUN) == ""
+    assert len(set(inodes(tmp_path, names))) == 4 and not (tmp_path / META_DIR).exists()
+    assert {(tmp_path / name).stat().st_nlink for name in ["step=1.ckpt", *names]} == {1}
+    assert len({(tmp_path / name).read_bytes() for name in names}) == 1
+    assert {(tmp_path / name).stat().st_mtime_ns for name in names} == {7_000_000_000}
+    assert {(tmp_path / name).stat().st_mode & 0o777 for name in names} == {0o640}
+    for name in names:
+        assert differences(torch.load(tmp_path / name), make_state(2)) == []
+
+
+def test_what_a_script_writes_into_one_name_is_not_in_the_other(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    drop_folders(LocalTier(tmp_path), RUN)
+    torch.save({"stripped": torch.ones(3)}, tmp_path / "last.ckpt")
+    assert differences(torch.load(tmp_path / "best.ckpt"), make_state(1)) == []
+    shutil.copyfile(tmp_path / "best.ckpt", tmp_path / "val/loss=0.5.ckpt")  # refuses when both are one file
+
+
+def test_of_the_newest_step_every_file_is_newer_than_those_before(tmp_path: Path) -> None:
+    """As scripts look for the newest: max(files, key=os.path.getctime)."""
+    with make_checkpointer(LocalTierOptions(directory=str(tmp_path), keep=None)) as checkpointer:
+        for step in range(1, 6):
+            checkpointer.save(step, make_state(step), names=[f"step={step}.ckpt", f"top-{step}.ckpt"]).wait()
+    drop_folders(LocalTier(tmp_path), RUN)
+    times = {path.name: path.stat().st_ctime_ns for path in tmp_path.glob("*.ckpt")}
+    assert len(times) == 10
+    for step in range(1, 5):
+        older = [times[f"step={step}.ckpt"], times[f"top-{step}.ckpt"]]
+        assert max(older) < min(times[f"step={step + 1}.ckpt"], times[f"top-{step + 1}.ckpt"])
+
+
+def test_a_job_goes_on_from_them_and_its_steps_replace_them(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    drop_folders(LocalTier(tmp_path), RUN)
+    with make_checkpointer(LocalTierOptions(directory=str(tmp_path), keep=None)) as checkpointer:
+        restored = checkpointer.load()
+        assert restored is not None and restored.step == 2
+        checkpointer.delete("step=2.ckpt", "best.ckpt", "val/loss=0.5.ckpt")
+        checkpointer.save(3, make_state(3), names=["step=3.ckpt", "last.ckpt"]).wait()
+    assert drop_folders(LocalTier(tmp_path), RUN) == ""
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=1.ckpt", "step=3.ckpt"]
+    for name in ("last.ckpt", "step=3.ckpt"):
+        assert differences(torch.load(tmp_path / name), make_state(3)) == []
+
+
+def test_a_step_whose_first_file_was_changed_is_restored_from_another(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    drop_folders(LocalTier(tmp_path), RUN)
+    torch.save({"stripped": 1}, tmp_path / "best.ckpt")
+    with make_checkpointer(LocalTierOptions(directory=str(tmp_path))) as checkpointer:
+        restored = checkpointer.load()
+        assert restored is not None and differences(restored.state, make_state(1)) == []
+
+
+def test_a_later_job_leaves_the_copies_as_they_are(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    drop_folders(LocalTier(tmp_path), RUN)
+    names = ["step=1.ckpt", *NAMES]
+    before = inodes(tmp_path, names)
+    assert restore_folders(LocalTier(tmp_path), RUN) == 1
+    assert drop_folders(LocalTier(tmp_path), RUN) == ""
+    assert inodes(tmp_path, names) == before and not (tmp_path / META_DIR).exists()
+
+
+def test_names_of_a_step_whose_link_in_the_folder_was_deleted_are_separated_too(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (next(iter(step_dirs(tmp_path).values())) / shard_file(0)).unlink()
+    assert drop_folders(LocalTier(tmp_path), RUN) == ""
+    assert len(set(inodes(tmp_path, ["step=1.ckpt", *NAMES]))) == 4
+
+
+@pytest.mark.parametrize("exchanging", [True, False])
+def test_a_file_that_a_program_puts_there_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanging: bool
+) -> None:
+    save(tmp_path, 1)
+    real = own_files._copy
+
+    def copy(source: int, path: str, temp: str) -> None:
+        real(source, path, temp)
+        (tmp_path / "new").write_bytes(b"of another program")
+        os.replace(tmp_path / "new", tmp_path / "last.ckpt")
+
+    monkeypatch.setattr(own_files, "_copy", copy)
+    if not exchanging:
+        monkeypatch.setattr(own_files, "exchange", lambda one, other: False)
+    through = tmp_path / "through"
+    through.mkdir()
+    names = [str(tmp_path / name) for name in ("best.ckpt", "last.ckpt")]
+    assert give_own_files(names, through=str(through)) == []
+    assert (tmp_path / "last.ckpt").read_bytes() == b"of another program" and os.listdir(through) == []
+
+
+def test_a_file_system_that_cannot_exchange_gets_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    monkeypatch.setattr(own_files, "exchange", lambda one, other: False)
+    drop_folders(LocalTier(tmp_path), RUN)
+    assert len(set(inodes(tmp_path, ["step=1.ckpt", *NAMES]))) == 4
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_on_a_full_disk_the_names_stay_one_file_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    save(tmp_path, 1, names=["last.ckpt"])
+
+    def full(*_: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(own_files, "_copy_piece", full)
+    with caplog.at_level(logging.INFO):
+        assert drop_folders(LocalTier(tmp_path), RUN) == ""
+    assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=1.ckpt"]
+    assert len(set(inodes(tmp_path, ["step=1.ckpt", "last.ckpt"]))) == 1
+    assert "stay one file, because there is no room for a second" in caplog.text
+
+
+def test_when_a_later_job_has_begun_it_is_left_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1, 2)
+    through = tmp_path / META_DIR / RUN / "staging-of-the-earlier"
+    through.mkdir()
+    real = own_files._copy
+
+    def copy(source: int, path: str, temp: str) -> None:
+        shutil.rmtree(through)  # as the later job's agent does
+        real(source, path, temp)
+
+    monkeypatch.setattr(own_files, "_copy", copy)
+    before = step_dirs(tmp_path)
+    assert drop_folders(LocalTier(tmp_path), RUN, through=str(through)) == "a later job has begun"
+    assert step_dirs(tmp_path) == before and len(before) == 2
+    for name in ("step=1.ckpt", "step=2.ckpt", *NAMES):
+        assert (tmp_path / name).is_file()
+
+
+def test_a_kill_between_two_copies_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1, 2)
+    real, copied = own_files._put, []
+
+    def put(temp: str, path: str, fd: int) -> bool:
+        if copied:
+            os.link(temp, f"{temp}.left")  # a kill would leave the temp file
+            raise KeyboardInterrupt
+        copied.append(path)
+        return real(temp, path, fd)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(own_files, "_put", put)
+        drop_folders(LocalTier(tmp_path), RUN)
+    assert len(copied) == 1 and len(step_dirs(tmp_path)) == 2
+    restore_folders(LocalTier(tmp_path), RUN)
+    assert drop_folders(LocalTier(tmp_path), RUN) == ""
+    assert sorted(os.listdir(tmp_path)) == ["best.ckpt", "last.ckpt", "step=1.ckpt", "step=2.ckpt", "val"]
+    names = ["step=2.ckpt", *NAMES]
+    assert len(set(inodes(tmp_path, names))) == 4
+    for name in names:
+        assert differences(torch.load(tmp_path / name), make_state(2)) == []
+
+
+def test_links_and_deleted_names_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "one").write_bytes(b"1")
+    os.link(tmp_path / "one", tmp_path / "two")
+    os.symlink("one", tmp_path / "link")
+    (tmp_path / "other").write_bytes(b"1")
+    paths = [str(tmp_path / name) for name in ("one", "link", "other", "gone", "two")]
+    assert give_own_files(paths, through=str(tmp_path)) == [str(tmp_path / "two")]
+    assert os.readlink(tmp_path / "link") == "one" and not (tmp_path / "gone").exists()
+    assert give_own_files([str(tmp_path / "gone"), str(tmp_path / "two")], through=str(tmp_path)) == []
+
+
+def test_exchange_moves_both_or_neither(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a")
+    (tmp_path / "b").write_text("b")
+    assert exchange(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert ((tmp_path / "a").read_text(), (tmp_path / "b").read_text()) == ("b", "a")
+    assert not exchange(str(tmp_path / "a"), str(tmp_path / "gone"))
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
