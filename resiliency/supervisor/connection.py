@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
 #: The longest wait between two attempts, in periods, once the supervisor has named its period. A supervisor that was
 #: started again waits its host timeout plus a period, together more than two periods, before it takes silent hosts as
-#: lost.
+#: lost. So does one that hears hosts again after a fault of the network.
 _LONGEST_WAIT_PERIODS = 2
 _SHORTEST_PERIOD_S, _LONGEST_PERIOD_S = 0.05, 60.0
 #: A supervisor that has answered no ping for this many periods, and for at least this many seconds, is given up.

@@ -39,7 +39,8 @@ class SensorSettings:
         period_s: seconds between two heartbeats of a host.
         timeout_s: a host that was not heard for this long is silent.
         freeze_fraction: when more than this share of all hosts is silent at once, nothing is done about any of them.
-        thaw_s: fewer must have been silent for this long before anything is done again.
+        thaw_s: fewer must have been silent for this long before anything is done again; for at least a timeout plus a
+            period while some of them are still silent.
         quarantine_s: first time in quarantine; doubled with each fall that follows within ``forgive_s``.
         forgive_s: after this long without a fall, earlier falls no longer count.
         forget_s: a silent host without a place is forgotten after this long.
@@ -82,7 +83,8 @@ class Sensor:
         self._silent: dict[str, HostState] = {}
         self._looked_s = now_s
         self._frozen = False
-        self._thaws_at_s: float | None = None
+        #: While frozen: since when no longer too many hosts are silent.
+        self._enough_since_s: float | None = None
         self._names_changed: set[str] = set()
         self._ready: set[str] = set()
         self._cordoned: set[str] = set()
@@ -363,13 +365,15 @@ class Sensor:
         logger.warning("the supervisor was away for %.1f s; hosts have that much longer to report", away_s)
         for name, host in self._hosts.items():
             self._hosts[name] = replace(host, heard_s=min(now_s, host.heard_s + away_s))
+        if self._enough_since_s is not None:
+            self._enough_since_s = min(now_s, self._enough_since_s + away_s)
 
     def _freeze_or_thaw(self, now_s: float) -> None:
         if not self._frozen and len(self._silent) < 2:
             return
         counted = sum(map(self._counts, self._hosts.values()))
         if self._are_many(len(self._silent), counted):
-            self._thaws_at_s = None
+            self._enough_since_s = None
             if not self._frozen:
                 self._frozen = True
                 logger.error(
@@ -380,11 +384,19 @@ class Sensor:
                     counted,
                 )
         elif self._frozen:
-            if self._thaws_at_s is None:
-                self._thaws_at_s = now_s + self._settings.thaw_s
-            if now_s >= self._thaws_at_s:
-                self._frozen, self._thaws_at_s = False, None
+            if self._enough_since_s is None:
+                self._enough_since_s = now_s
+            if now_s - self._enough_since_s >= self._thaw_s():
+                self._frozen, self._enough_since_s = False, None
                 logger.warning("enough hosts report again; those that are still silent are now judged")
+
+    def _thaw_s(self) -> float:
+        """How long no longer too many hosts must have been silent. Hosts do not notice all at once that a network works
+        again: a monitor waits up to two periods between two attempts to connect. So those that are still silent have as
+        long to report as after a restart of the supervisor."""
+        if not self._silent:
+            return self._settings.thaw_s
+        return max(self._settings.thaw_s, self._settings.timeout_s + self._settings.period_s)
 
 
 def _heard_at(host: Host, now_s: float) -> Host:

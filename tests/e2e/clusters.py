@@ -9,7 +9,8 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from resiliency.cli.inject import main as inject
 from resiliency.errors import ResiliencyError
 from resiliency.supervisor.client import OperatorClient
+from resiliency.supervisor.inject import Fault, Injector, Target
 from resiliency.supervisor.launcher_process import find_launcher
 from resiliency.supervisor.monitor_state import StateFolder
 from resiliency.testing.zygote import Zygote
@@ -184,6 +186,17 @@ class Cluster:
         where = ["--state-dir", str(self._state_of(host)), "--host", host]
         with redirect_stderr(io.StringIO()):
             self.wait_until(lambda: inject([fault, *where, *words]) == 0, f"inject {fault}", timeout_s=40)
+
+    def cut_off(self, hosts: Mapping[str, float]) -> None:
+        """Several hosts at once, each for so many seconds. One after the other, on a machine that is busy, they would be
+        hosts that are lost one after the other."""
+
+        def cut(host: str) -> None:
+            target = Target(state_dir=str(self._state_of(host)), host=host)
+            Injector(target, lambda text: None).inject(Fault(kind="partition", seconds=hosts[host]))
+
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            list(pool.map(cut, hosts))
 
     def say_garbage(self) -> int:
         """To every port on which something of the job listens, by connections that stay; how many took it."""

@@ -103,6 +103,58 @@ def test_a_network_is_cut_while_hosts_report_later_than_their_period_by_what_the
     assert sensor.frozen and set(cut_s) == set(silent)
 
 
+@pytest.mark.parametrize(("hosts", "cut"), [(4, [0, 1, 2]), (2, [0, 1]), (8, [0, 2, 4, 6, 1]), (3, [2, 0])], ids=str)
+@pytest.mark.parametrize("moment", [0.0, 1.3, 3.1])
+def test_hosts_that_find_a_mended_network_one_after_the_other_are_all_waited_for(
+    hosts: int, cut: list[int], moment: float
+) -> None:
+    """A monitor waits for two periods at most between two attempts to connect."""
+    job = Cluster(hosts)
+    job.pass_time(20 + moment)
+    job.cut = {f"host-{number}" for number in cut}
+    job.pass_time(60)
+    assert job.workload.state is WorkloadState.FROZEN
+    for number in cut:
+        job.cut.discard(f"host-{number}")
+        job.pass_time(2 * SETTINGS.period_s / (len(cut) - 1))
+    job.pass_time(SETTINGS.period_s + 0.1)  # the last one was about to report
+    assert job.workload.state is WorkloadState.RUNNING, "nobody is silent any more"
+    job.pass_time(60)
+    assert job.workload.epoch == 1 and len(job.controller.plans) == 1, "no plan but that of the start"
+
+
+def test_a_host_that_does_not_find_a_mended_network_is_lost_a_timeout_and_a_period_after_the_others_have() -> None:
+    job = Cluster(4)
+    job.cut = {"host-0", "host-1", "host-2"}
+    job.pass_time(60)
+    job.cut = {"host-2"}
+    job.pass_time(SETTINGS.timeout_s + SETTINGS.period_s)
+    assert job.workload.state is WorkloadState.FROZEN
+    job.pass_time(SETTINGS.period_s)
+    assert job.workload.state is not WorkloadState.FROZEN and "host-2" not in job.workload.places
+
+
+def test_while_the_supervisor_itself_is_away_no_host_could_have_been_heard_again() -> None:
+    """It is stopped in the moment in which the first hosts are back."""
+    sensor = Sensor(SETTINGS, 0.0)
+    names = [f"host-{number}" for number in range(4)]
+    for name in names:
+        sensor.heard(name, "1", 0.0)
+        sensor.checked(name, "", 0.0)
+    for now in range(1, 31):
+        sensor.heard(names[3], "1", now)
+        sensor.look(now)
+    assert sensor.frozen
+    sensor.heard(names[0], "1", 30)
+    sensor.look(30)
+    sensor.look(100)  # before it reads what came meanwhile
+    assert sensor.frozen
+    for name in names:
+        sensor.heard(name, "1", 100)
+    sensor.look(100 + SETTINGS.thaw_s)
+    assert not sensor.frozen and sensor.ready == {*names}
+
+
 @pytest.mark.parametrize("dead", [["host-0"], ["host-3"], ["host-1", "host-2"]], ids=str)
 def test_hosts_that_die_are_silent_a_timeout_and_a_period_later_at_most(dead: list[str]) -> None:
     job = Cluster(6)
