@@ -1,4 +1,4 @@
-"""Writes the sample of format 3 that lies beside this file: ``python -m tests.storage.samples.make_format_3 DIR``."""
+"""Writes the sample of format 4 that lies beside this file: ``python -m tests.storage.samples.make_format_4 DIR``."""
 
 from __future__ import annotations
 
