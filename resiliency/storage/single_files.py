@@ -30,6 +30,7 @@ from resiliency.regular_file import open_regular
 from resiliency.storage.catalog import StepListing, scan, step_prefix
 from resiliency.storage.change_times import unlink_in_order
 from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, ShardRecord, rank_of_shard, record_file
+from resiliency.storage.meta_folder import remove_meta_folder
 from resiliency.storage.own_record import check_identity_is_absent, read_other_shard, read_own_manifest
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.storage.step_id import StepId
@@ -352,9 +353,9 @@ def remove_run_folder(folder: str, through: str) -> bool:
     with suppress(FileNotFoundError):  # a later job removes the folder too
         shutil.rmtree(through)
     faultpoints.hit("agent.drop.removed")
-    for path in (folder, os.path.dirname(folder)):
-        with suppress(OSError):  # a job has begun meanwhile, or there are other runs
-            os.rmdir(path)
+    with suppress(OSError):  # a job has begun meanwhile
+        os.rmdir(folder)
+    remove_meta_folder(os.path.dirname(folder))  # unless there are other runs
     return True
 
 

@@ -128,7 +128,7 @@ def test_other_runs_stay(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, name="a{step}.ckpt")
     save_steps(tmp_path, 1, name="b{step}.ckpt", run="other")
     assert drop_folders(LocalTier(tmp_path), RUN) == ""
-    assert os.listdir(tmp_path / META_DIR) == ["other"]
+    assert sorted(os.listdir(tmp_path / META_DIR)) == [".gitignore", "other"]
     assert [file.name for file in find_single_files(str(tmp_path), RUN)] == ["a1.ckpt"]
     assert restore_folders(LocalTier(tmp_path), RUN) == 1
     assert len(step_dirs(tmp_path, "other")) == 1
