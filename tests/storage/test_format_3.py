@@ -272,6 +272,28 @@ def test_a_job_that_takes_over_a_single_file_leaves_two(tmp_path: Path, run: str
         load(tmp_path / "new.ckpt", 30, rank)
 
 
+def test_a_folder_stays_whose_step_has_a_copy_in_the_place_of_its_name(tmp_path: Path) -> None:
+    shutil.copy(SAMPLE / "alone=10.ckpt", tmp_path)
+    assert restore_folders(LocalTier(tmp_path), "alone") == 1
+    shutil.copy(tmp_path / "alone=10.ckpt", tmp_path / "copy")
+    os.replace(tmp_path / "copy", tmp_path / "alone=10.ckpt")
+    assert drop_folders(LocalTier(tmp_path), "alone") != ""
+    assert shards(step_dir(tmp_path, "alone", 10)) == ["shard-00000.ckpt"]
+
+
+def test_the_other_link_of_each_file_is_removed_in_the_order_of_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the times of change of the names stay in that order."""
+    shutil.copy(SAMPLE / "alone=10.ckpt", tmp_path)
+    restore_folders(LocalTier(tmp_path), "alone")
+    save_steps(tmp_path, 30, run="alone", name="new.ckpt")
+    seen: list[str] = []
+    monkeypatch.setattr("resiliency.storage.single_files.unlink_in_order", lambda paths: seen.extend(paths))
+    assert drop_folders(LocalTier(tmp_path), "alone") == ""
+    assert [os.path.basename(path) for path in seen] == ["shard-00000.ckpt", "shard-00000.shard"]
+
+
 def test_the_entry_of_another_ranks_shard_is_named_as_its_version_names_shards() -> None:
     for version in (3, 4):
         data = (SAMPLE.parent / f"format-{version}" / "together=10.ckpt").read_bytes()
