@@ -9,6 +9,7 @@ import posixpath
 from resiliency.errors import TierError
 from resiliency.regular_file import NotAFile, opened
 from resiliency.storage.catalog import scan
+from resiliency.storage.format_version import READ_VERSIONS
 from resiliency.storage.manifest import META_DIR, shard_file
 from resiliency.storage.retention import live_names
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
@@ -75,7 +76,9 @@ def is_stock(path: str) -> bool:
     if "://" in path or not os.path.exists(path):
         return False
     if os.path.isdir(path):
-        return META_DIR not in path and not os.path.exists(os.path.join(path, shard_file(0)))
+        return META_DIR not in path and not any(
+            os.path.exists(os.path.join(path, shard_file(0, version))) for version in READ_VERSIONS
+        )
     try:
         with opened(path) as file:
             return read_identity(file.read(IDENTITY_BYTES), where=path) is None

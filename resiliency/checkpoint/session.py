@@ -28,6 +28,7 @@ from resiliency.settings import Environment
 from resiliency.storage.attempts import largest_of_steps, read_attempt
 from resiliency.storage.claims import largest_claim
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
+from resiliency.storage.meta_folder import ignore_in_git
 from resiliency.storage.single_files import restore_folders
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers._address import local_path
@@ -79,6 +80,7 @@ def _make_folder(meta: str, rank: int) -> None:
     for attempt in range(_TRIES):
         try:
             os.makedirs(meta, exist_ok=True)
+            ignore_in_git(os.path.dirname(meta))
             _try_writing(os.path.join(meta, f".write-{rank:05d}"))
         except (FileNotFoundError, FileExistsError):
             if attempt == _TRIES - 1:

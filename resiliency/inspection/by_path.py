@@ -16,7 +16,6 @@ import io
 import logging
 import os
 import posixpath
-import re
 import stat
 import tempfile
 from collections.abc import Callable, Mapping
@@ -39,7 +38,7 @@ from resiliency.storage.archive import read_directory
 from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.catalog import StepListing
 from resiliency.storage.fetch import copy_checked
-from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, ShardRecord, shard_file
+from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, ShardRecord, rank_of_shard
 from resiliency.storage.names import read_name
 from resiliency.storage.own_record import check_identity_is_absent, read_own_manifest
 from resiliency.storage.shard_file import IDENTITY_BYTES, RANK_STATE, Identity, read_identity
@@ -170,7 +169,11 @@ def _named(tier: Tier, name: str, listing: StepListing | None) -> Located:
     identity = read_name(tier, name)
     if identity is None:
         raise NoCheckpointFound(f"{where} is gone")
-    in_folder = {_rank_of(info.key): info.key for info in tier.list(f"{name}/") if _rank_of(info.key) is not None}
+    in_folder = {
+        rank: info.key
+        for info in tier.list(f"{name}/")
+        if (rank := rank_of_shard(posixpath.basename(info.key), [identity.version])) is not None
+    }
     if listing is None or 0 not in listing.records or listing.id != identity.id:  # the name may have moved meanwhile
         listing = StepListing(identity.id)
         if in_folder:
@@ -179,7 +182,7 @@ def _named(tier: Tier, name: str, listing: StepListing | None) -> Located:
             step = _own_manifest(tier, name, identity)
             if step is not None:
                 listing = SingleFile(name, step).listing
-    files = {rank: key for rank, key in in_folder.items() if rank is not None} or {0: name}
+    files = in_folder or {0: name}
     record = listing.records.get(0)
     facts = identity if record is None else record  # what the file says of itself may be damaged
     located = Located(
@@ -223,11 +226,6 @@ def _linked(tier: Tier, name: str, identity: Identity, listing: StepListing) -> 
         return {0: own} if os.path.samefile(f"{tier.root}/{name}", f"{tier.root}/{own}") else {}
     except OSError:
         return {}  # one of them has just been deleted; opening it will say so
-
-
-def _rank_of(key: str) -> int | None:
-    found = re.fullmatch(r"shard-(\d+)\.ckpt", posixpath.basename(key))
-    return int(found[1]) if found else None
 
 
 def _records_of(tier: Tier, key: str, identity: Identity) -> dict[int, ShardRecord]:
@@ -353,15 +351,16 @@ def _load(located: Located, rank: int, allow_pickle: bool, keys: Callable[[str],
 def _local_file(located: Located, rank: int, scratch: str) -> str:
     """Path of a shard on this machine; a shard that is remote, or inside the single file, is first written to
     ``scratch``."""
-    path = Path(scratch, shard_file(rank))
+    record = located.listing.records[rank]
+    path = Path(scratch, record.file)
     inside = bool(located.listing.single) and rank > 0  # its bytes are an entry of the single file
     if located.tier.is_local and not inside:
         return located.where(rank)
     try:
         if inside:
-            path.write_bytes(read_shard_inside(located.tier, located.files[rank], rank))
+            path.write_bytes(read_shard_inside(located.tier, located.files[rank], record))
             return str(path)
-        copy_checked(located.tier, located.files[rank], located.listing.records[rank], path)
+        copy_checked(located.tier, located.files[rank], record, path)
     except OSError as error:
         raise TierError(f"{located.where(rank)} cannot be written to {path}: {error}", retryable=False) from error
     return str(path)

@@ -121,7 +121,7 @@ def read_contents(
     start = record.sections[-1] if record.sections else 0
     try:
         if single and record.rank:
-            tail = read_shard_inside(tier, key, record.rank)[start : record.nbytes]
+            tail = read_shard_inside(tier, key, record)[start : record.nbytes]
         else:
             tail = tier.read_range(key, start, record.nbytes)
     except FileNotFoundError:

@@ -16,7 +16,7 @@ from enum import Enum
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound
 from resiliency.storage.catalog import StepListing, find_runs, run_prefix, scan, step_prefix
 from resiliency.storage.format_version import earlier_format, refuse_format
-from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, gather_records
+from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, gather_records, rank_of_shard
 from resiliency.storage.names import read_name
 from resiliency.storage.retention import live_names
 from resiliency.storage.shard_file import Identity
@@ -129,7 +129,9 @@ class StepView:
         """Size in bytes of all shards when known; otherwise of the largest copy's shards."""
         if self.manifest is not None:
             return self.manifest.nbytes
-        return max(sum(n for name, n in c.listing.sizes.items() if name.endswith(".ckpt")) for c in self.copies)
+        return max(
+            sum(n for name, n in c.listing.sizes.items() if rank_of_shard(name) is not None) for c in self.copies
+        )
 
     @property
     def created(self) -> float | None:

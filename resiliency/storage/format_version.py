@@ -1,4 +1,4 @@
-"""The version of the format on disk, and the refusal of other versions. Pure."""
+"""The version of the format on disk, what earlier versions did otherwise, and the refusal of others. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,27 @@ from collections.abc import Iterable
 
 from resiliency.errors import UnsupportedFormat
 
-__all__ = ["FORMAT_VERSION", "earlier_format", "refuse_format"]
+__all__ = ["FORMAT_VERSION", "READ_VERSIONS", "earlier_format", "is_read", "refuse_format", "shard_ending"]
 
-#: Version of everything written below ``.resiliency``. A reader refuses any other version with an error.
-FORMAT_VERSION = 3
+#: Version of what is written. A step is in one version for ever, which its records and shard files state.
+FORMAT_VERSION = 4
+#: How names of shard files end, by the versions that are read; a reader refuses any other with an error. Format 3 ended
+#: them as users end their names, so that a search for "*.ckpt" in the folder of a running fit found each file twice.
+_SHARD_ENDINGS = {3: ".ckpt", FORMAT_VERSION: ".shard"}
+READ_VERSIONS = tuple(_SHARD_ENDINGS)
 #: Names of step folders in format 1, and of shards in format 2; they are recognised only to be refused.
 _STEP_DIR_OF_FORMAT_1 = re.compile(r"^\d{10,}-a\d{4,}-[0-9a-f]{8}$")
 _SHARD_OF_FORMAT_2 = re.compile(r"^shard-\d{5,}\.safetensors$")
+
+
+def is_read(version: object) -> bool:
+    """True for a version whose checkpoints this version of the library reads."""
+    return isinstance(version, int) and not isinstance(version, bool) and version in READ_VERSIONS
+
+
+def shard_ending(version: int) -> str:
+    """How the names of shard files end in a version that is read."""
+    return _SHARD_ENDINGS[version]
 
 
 def refuse_format(version: object, where: str) -> UnsupportedFormat:
@@ -25,8 +39,9 @@ def refuse_format(version: object, where: str) -> UnsupportedFormat:
             "export it with the version of resiliency that wrote it (resiliency ckpt export), or start in another"
             " directory or run; nothing there was changed"
         )
+    known = " and ".join(map(str, READ_VERSIONS))
     return UnsupportedFormat(
-        f"{where} has checkpoint format {version}, this version reads {FORMAT_VERSION}: {advice}", path=where
+        f"{where} has checkpoint format {version}, this version reads {known}: {advice}", path=where
     )
 
 

@@ -6,7 +6,7 @@ Layout below a tier's root, the same on every tier::
       <name>.ckpt                                   a step's state under the user's name: a link to its shard 0
       .resiliency/<run>/
         steps/0000000100-a0003-7f3c9b-00/           one folder for each save: never overwritten in place
-          shard-00000.ckpt                          a stock torch archive, see resiliency.storage.shard_file
+          shard-00000.shard                         a stock torch archive, see resiliency.storage.shard_file
           shard-00000.json                          its record: size and digests; written after the shard
           manifest.json                             written last; commits the step
         files/                                      local tier only: empty shard files prepared for the next steps
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,7 @@ import xxhash
 
 from resiliency.errors import CorruptShard
 from resiliency.storage.blocks import Blocks
-from resiliency.storage.format_version import FORMAT_VERSION, refuse_format
+from resiliency.storage.format_version import FORMAT_VERSION, READ_VERSIONS, is_read, refuse_format, shard_ending
 from resiliency.storage.step_id import StepId
 
 __all__ = [
@@ -45,11 +46,18 @@ STEPS_DIR = "steps"
 FILES_DIR = "files"
 EVENTS_DIR = "events"
 MANIFEST = "manifest.json"
+_SHARD_FILE = re.compile(r"shard-(\d{5,})(\.[a-z]+)")
 
 
-def shard_file(rank: int) -> str:
-    """File name of the shard that ``rank`` wrote."""
-    return f"shard-{rank:05d}.ckpt"
+def shard_file(rank: int, version: int = FORMAT_VERSION) -> str:
+    """File name of the shard that ``rank`` wrote in a step of this version of the format."""
+    return f"shard-{rank:05d}{shard_ending(version)}"
+
+
+def rank_of_shard(file: str, versions: Iterable[int] = READ_VERSIONS) -> int | None:
+    """The inverse of :func:`shard_file` for steps of these versions; None for all other files."""
+    match = _SHARD_FILE.fullmatch(file)
+    return int(match[1]) if match is not None and match[2] in map(shard_ending, versions) else None
 
 
 def record_file(rank: int) -> str:
@@ -114,6 +122,7 @@ class ShardRecord:
             restart of that job from another one. Empty: no launcher.
         tiers: names of the remote tiers to which this save is uploaded.
         exact: False when resuming from it is not exact (for example in the middle of gradient accumulation).
+        version: of the format in which the step was written, and stays.
     """
 
     id: StepId
@@ -135,10 +144,11 @@ class ShardRecord:
     job: Mapping[str, str] = field(default_factory=dict)
     tiers: tuple[str, ...] = ()
     exact: bool = True
+    version: int = FORMAT_VERSION
 
     @property
     def file(self) -> str:
-        return shard_file(self.rank)
+        return shard_file(self.rank, self.version)
 
     @property
     def blocks(self) -> Blocks:
@@ -168,7 +178,7 @@ class ShardRecord:
 
     def _fields(self) -> dict[str, Any]:
         return {
-            "version": FORMAT_VERSION,
+            "version": self.version,
             **self.id.to_dict(),
             "run": self.run,
             "rank": self.rank,
@@ -226,6 +236,7 @@ class ShardRecord:
                 job={str(launcher): str(name) for launcher, name in data.get("job", {}).items()},
                 tiers=tuple(str(n) for n in data["tiers"]),
                 exact=bool(data["exact"]),
+                version=int(data["version"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise CorruptShard(f"{where}: not a shard record ({type(error).__name__}: {error})", path=where) from error
@@ -243,7 +254,7 @@ class ShardRecord:
 
 
 def _check_version(version: Any, where: str) -> None:
-    if version != FORMAT_VERSION or isinstance(version, bool):
+    if not is_read(version):
         raise refuse_format(version, where)
 
 
@@ -260,6 +271,11 @@ class StepRecords:
     run: str
     world_size: int
     shards: tuple[ShardRecord, ...]
+
+    @property
+    def version(self) -> int:
+        """Version of the format in which the step was written."""
+        return self.shards[0].version if self.shards else FORMAT_VERSION
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -315,7 +331,7 @@ class Manifest(StepRecords):
         """JSON text; the same bytes for the same step, whichever agent writes it."""
         return json.dumps(
             {
-                "version": FORMAT_VERSION,
+                "version": self.version,
                 **self.id.to_dict(),
                 "run": self.run,
                 "world_size": self.world_size,
@@ -339,7 +355,7 @@ class Manifest(StepRecords):
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptShard(f"{where}: not a manifest ({type(error).__name__}: {error})", path=where) from error
         found = gather_records(shards)
-        if not isinstance(found, Manifest):
+        if not isinstance(found, Manifest) or found.version != data["version"]:
             raise CorruptShard(
                 f"{where}: manifest lists {len(shards)} shards that are not all shards of one step", path=where
             )
@@ -350,8 +366,9 @@ def gather_records(records: Iterable[ShardRecord]) -> Manifest | UnfinishedStep 
     """Returns a :class:`Manifest` when the records of all shards are there, an :class:`UnfinishedStep` for some of
     them, and None for no records or records that do not match.
 
-    Records match when run, step identity (:class:`StepId`), world size, plan digest and ``replicated`` are equal. A
-    shard without the digest of some block counts as missing, because the rank that writes that block has not finished.
+    Records match when version, run, step identity (:class:`StepId`), world size, plan digest and ``replicated`` are
+    equal. A shard without the digest of some block counts as missing, because the rank that writes that block has not
+    finished.
     """
     by_rank: dict[int, ShardRecord] = {}
     for record in records:
@@ -359,7 +376,7 @@ def gather_records(records: Iterable[ShardRecord]) -> Manifest | UnfinishedStep 
     if not by_rank:
         return None
     first = next(iter(by_rank.values()))
-    if len({(r.id, r.run, r.world_size, r.plan, r.replicated) for r in by_rank.values()}) != 1:
+    if len({(r.version, r.id, r.run, r.world_size, r.plan, r.replicated) for r in by_rank.values()}) != 1:
         return None
     merged = (by_rank[rank].with_shares(by_rank.values()) for rank in sorted(by_rank))
     shards = tuple(record for record in merged if record.complete)

@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.change_times import newer_than_before
-from resiliency.storage.manifest import MANIFEST, StepRecords, record_file, shard_file
+from resiliency.storage.manifest import MANIFEST, StepRecords, rank_of_shard, record_file, shard_file
 from resiliency.storage.shard_file import IDENTITY_BYTES, Identity, read_identity
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers._keys import partial_name
@@ -41,7 +41,8 @@ def read_name(tier: Tier, name: str) -> Identity | None:
     except FileNotFoundError:
         # Any shard will do: a folder that one host has for itself may not have the first one, and an interrupted
         # deletion leaves only some.
-        shard = min((info.key for info in tier.list(f"{name}/shard-")), default=None)
+        keys = (info.key for info in tier.list(f"{name}/shard-"))
+        shard = min((key for key in keys if rank_of_shard(key.removeprefix(f"{name}/")) is not None), default=None)
     if shard is None:
         return None
     try:
@@ -130,7 +131,7 @@ def _give(tier: Tier, step: StepRecords, name: str) -> str:
         if holder is not None and not holder.replicated:
             _delete_folder(tier, name)
         with newer_than_before(os.path.join(tier.root, name)) if tier.is_local else nullcontext():
-            tier.alias(prefix + shard_file(0), name)
+            tier.alias(prefix + shard_file(0, step.version), name)
         return ""
     if holder is not None and holder.replicated:
         tier.delete(name)
@@ -169,7 +170,7 @@ def _warn_once(text: str) -> None:
 
 def _delete_folder(tier: Tier, name: str) -> None:
     """Deletes the name of a sharded step, its manifest first."""
-    for info in sorted(tier.list(f"{name}/"), key=lambda info: info.key != f"{name}/{MANIFEST}"):
+    for info in sorted(tier.list(f"{name}/"), key=lambda info: (info.key != f"{name}/{MANIFEST}", info.key)):
         tier.delete(info.key)
 
 

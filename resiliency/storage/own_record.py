@@ -29,6 +29,7 @@ from resiliency.storage.archive import (
     read_directory,
 )
 from resiliency.storage.blocks import Blocks, block_digest
+from resiliency.storage.format_version import FORMAT_VERSION
 from resiliency.storage.manifest import Manifest, ShardRecord, gather_records, shard_file
 from resiliency.storage.shard_file import IDENTITY, IDENTITY_BYTES, Identity, StorageLayout, archive_tail
 
@@ -75,9 +76,13 @@ def check_identity_is_absent(read: Callable[[int, int], bytes], nbytes: int, *, 
         )
 
 
-def shard_entry(rank: int) -> str:
-    """Name of the entry with the shard of another rank: the bytes of that shard file."""
-    return f"resiliency/{shard_file(rank)}"
+def shard_entry(rank: int, version: int = FORMAT_VERSION) -> str:
+    """Name of the entry with the shard of another rank, the bytes of that shard file, in a step of this version."""
+    return f"resiliency/{shard_file(rank, version)}"
+
+
+def _entry_of(record: ShardRecord) -> str:
+    return shard_entry(record.rank, record.version)
 
 
 def tail_with_record(layout: StorageLayout, entries: Sequence[tuple[str, bytes]], record: ShardRecord) -> bytes:
@@ -123,7 +128,7 @@ def joined_tail(tail: bytes, step: Manifest, others: Sequence[bytes], *, where: 
     for other, data in zip(step.shards[1:], others, strict=True):
         if not _matches(data, other):
             raise CorruptShard(f"{where}: shard {other.rank} of the step does not match its record", path=where)
-        entry = entry_at(shard_entry(other.rank), at, len(data))
+        entry = entry_at(_entry_of(other), at, len(data))
         pieces += [local_header(entry), data]
         placed.append(entry)
         at = entry.end
@@ -223,7 +228,11 @@ def read_own_manifest(
             f"{where}: its record, entry {OWN_RECORD}, is damaged ({type(error).__name__}: {error})", path=where
         ) from error
     begin = record.sections[-1] if record.sections else nbytes
-    if (record.id, record.run) != (identity.id, identity.run) or record.nbytes != nbytes or not begin <= entry.at:
+    if (
+        (record.version, record.id, record.run) != (identity.version, identity.id, identity.run)
+        or record.nbytes != nbytes
+        or not begin <= entry.at
+    ):
         raise CorruptShard(f"{where}: its record is of another file", path=where)
     known = record.blocks.index_at(begin)
     tail = read(begin, nbytes)
@@ -241,31 +250,32 @@ def read_own_manifest(
     if not isinstance(step, Manifest) or step.world_size != identity.world_size or step.shards[0] != record:
         raise CorruptShard(f"{where}: the records in it do not make {identity.id}", path=where)
     for other in step.shards[1:]:
-        found = entries.get(shard_entry(other.rank))
+        found = entries.get(_entry_of(other))
         if found is None or found.nbytes != other.nbytes or found.at < begin:
-            raise CorruptShard(f"{where}: entry {shard_entry(other.rank)} is missing, or of another size", path=where)
+            raise CorruptShard(f"{where}: entry {_entry_of(other)} is missing, or of another size", path=where)
     return step
 
 
 def _damaged_shard(tail: bytes, begin: int, entries: Mapping[str, ArchiveEntry], others: Sequence[ShardRecord]) -> str:
     """Names a damaged shard of another rank, as the beginning of a sentence; "" when none of them is damaged."""
     for other in others:
-        entry = entries.get(shard_entry(other.rank))
+        entry = entries.get(_entry_of(other))
         if entry is not None and not _matches(tail[entry.start - begin : entry.end - begin], other):
             return f"entry {entry.name} is damaged: "
     return ""
 
 
-def read_other_shard(read: Callable[[int, int], bytes], nbytes: int, rank: int, *, where: str) -> bytes:
+def read_other_shard(read: Callable[[int, int], bytes], nbytes: int, record: ShardRecord, *, where: str) -> bytes:
     """The bytes of another rank's shard in a file that is a whole step. They are not checked here.
 
     Args:
         read, nbytes, where: as in :func:`read_own_manifest`.
+        record: of that shard.
 
     Raises:
         CorruptShard: the shard is not in the file.
     """
-    entry = read_directory(read, nbytes, where=where).get(shard_entry(rank))
+    entry = read_directory(read, nbytes, where=where).get(_entry_of(record))
     if entry is None:
-        raise CorruptShard(f"{where}: entry {shard_entry(rank)} is missing", path=where)
+        raise CorruptShard(f"{where}: entry {_entry_of(record)} is missing", path=where)
     return read(entry.start, entry.end)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from resiliency.errors import CorruptShard
 from resiliency.storage.archive import ArchiveEntry, data_start, directory, directory_part, entry_at, local_header
-from resiliency.storage.format_version import FORMAT_VERSION, refuse_format
+from resiliency.storage.format_version import FORMAT_VERSION, is_read, refuse_format
 from resiliency.storage.step_id import StepId
 
 __all__ = [
@@ -72,6 +72,7 @@ class Identity:
         run: name of the run.
         rank, world_size: the number of this shard, and how many shards the step has.
         replicated: the whole state of the step is in shard 0.
+        version: of the format in which the file was written.
     """
 
     id: StepId
@@ -79,6 +80,7 @@ class Identity:
     rank: int
     world_size: int
     replicated: bool
+    version: int = FORMAT_VERSION
 
     def to_bytes(self) -> bytes:
         """The first :data:`IDENTITY_BYTES` bytes of the file.
@@ -88,7 +90,7 @@ class Identity:
         """
         fields = {
             "format": "resiliency-checkpoint",
-            "version": FORMAT_VERSION,
+            "version": self.version,
             **self.id.to_dict(),
             "run": self.run,
             "rank": self.rank,
@@ -119,13 +121,14 @@ def read_identity(head: bytes, *, where: str) -> Identity | None:
         data = json.loads(head[_IDENTITY_START:IDENTITY_BYTES])
         if data["format"] != "resiliency-checkpoint":
             return None
-        if data["version"] == FORMAT_VERSION:
+        if is_read(data["version"]):
             return Identity(
                 id=StepId.from_dict(data),
                 run=str(data["run"]),
                 rank=int(data["rank"]),
                 world_size=int(data["world_size"]),
                 replicated=bool(data["replicated"]),
+                version=data["version"],
             )
         version = data["version"]
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):

@@ -29,7 +29,8 @@ from resiliency.errors import CorruptShard, TierError, UnsupportedFormat
 from resiliency.regular_file import open_regular
 from resiliency.storage.catalog import StepListing, scan, step_prefix
 from resiliency.storage.change_times import unlink_in_order
-from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, record_file, shard_file
+from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, ShardRecord, rank_of_shard, record_file
+from resiliency.storage.meta_folder import remove_meta_folder
 from resiliency.storage.own_files import give_own_files
 from resiliency.storage.own_record import check_identity_is_absent, read_other_shard, read_own_manifest
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
@@ -112,7 +113,7 @@ def read_single_file(path: str) -> Manifest | None:
         os.close(fd)
 
 
-def read_shard_inside(tier: Tier, key: str, rank: int) -> bytes:
+def read_shard_inside(tier: Tier, key: str, record: ShardRecord) -> bytes:
     """The bytes of another rank's shard in a file that is a whole step. They are not checked here.
 
     Blocks: a listing of that file and three reads.
@@ -123,7 +124,7 @@ def read_shard_inside(tier: Tier, key: str, rank: int) -> bytes:
     """
     where = f"{tier.root}/{key}"
     nbytes = next((info.nbytes for info in tier.list(key) if info.key == key), 0)
-    return read_other_shard(lambda start, end: tier.read_range(key, start, end), nbytes, rank, where=where)
+    return read_other_shard(lambda start, end: tier.read_range(key, start, end), nbytes, record, where=where)
 
 
 def single_file_at(tier: Tier, run: str, name: str) -> Manifest | None:
@@ -227,7 +228,7 @@ def restore_folders(tier: LocalTier, run: str) -> int:
         step = os.path.join(temp, file.manifest.id.dirname)
         os.makedirs(step)
         try:
-            os.link(os.path.join(tier.root, file.name), os.path.join(step, shard_file(0)))
+            os.link(os.path.join(tier.root, file.name), os.path.join(step, file.manifest.shards[0].file))
         except OSError as error:
             logger.warning(
                 "%s cannot be taken up as a checkpoint of run %r (%s): pass its path as ckpt_path= to load it",
@@ -258,15 +259,13 @@ def restore_folders(tier: LocalTier, run: str) -> int:
 def _write_beside(step: str, manifest: Manifest) -> None:
     """Writes what belongs beside shard 0 in a step's folder: the other shards, taken out of shard 0, and all
     records."""
-    first = os.path.join(step, shard_file(0))
+    first = os.path.join(step, manifest.shards[0].file)
     fd = open_regular(first)
     try:
         nbytes = os.fstat(fd).st_size
         for shard in manifest.shards:
             if shard.rank:
-                data = read_other_shard(
-                    lambda start, end: os.pread(fd, end - start, start), nbytes, shard.rank, where=first
-                )
+                data = read_other_shard(lambda start, end: os.pread(fd, end - start, start), nbytes, shard, where=first)
                 Path(step, shard.file).write_bytes(data)
             Path(step, record_file(shard.rank)).write_text(json.dumps(shard.to_dict()))
     finally:
@@ -376,16 +375,20 @@ def remove_run_folder(folder: str, through: str, copies: Mapping[str, Sequence[s
     with suppress(FileNotFoundError):  # a later job removes the folder too
         shutil.rmtree(through)
     faultpoints.hit("agent.drop.removed")
-    for path in (folder, os.path.dirname(folder)):
-        with suppress(OSError):  # a job has begun meanwhile, or there are other runs
-            os.rmdir(path)
+    with suppress(OSError):  # a job has begun meanwhile
+        os.rmdir(folder)
+    remove_meta_folder(os.path.dirname(folder))  # unless there are other runs
     return True
 
 
 def _unlink_in_order(steps: str, copies: Mapping[str, Sequence[str]]) -> None:
     """Unlinks the first shards of steps, which the names stay of, so that the newest file is changed last."""
     found = sorted((step, name) for name in _listing(steps) if (step := StepId.parse(name)) is not None)
-    shards = {name: os.path.join(steps, name, shard_file(0)) for _, name in found}
+    shards: dict[str, str] = {}
+    for _, name in found:
+        for file in _listing(os.path.join(steps, name)):
+            if rank_of_shard(file) == 0:
+                shards[name] = os.path.join(steps, name, file)
     unlink_in_order(shards.values(), {shards[name]: copies[name] for name in shards if name in copies})
 
 
@@ -399,9 +402,9 @@ def _listing(folder: str) -> list[str]:
 def _names_left(tier: LocalTier, manifest: Manifest) -> list[str]:
     """Names of the step that still point to it."""
     try:
-        shard = os.stat(tier.path(step_prefix(manifest.run, manifest.id) + shard_file(0)))
+        shard = os.stat(tier.path(step_prefix(manifest.run, manifest.id) + manifest.shards[0].file))
     except FileNotFoundError:
-        shard = None  # a user who deletes all old "*.ckpt", wherever they lie, deletes one of the two links
+        shard = None  # a script that deletes old files wherever they lie has deleted one of the two links
     left = []
     for name in manifest.names:
         try:

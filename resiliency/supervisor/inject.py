@@ -39,7 +39,7 @@ _TURN_S = 0.1
 _CHUNK = 1 << 20
 #: File names that can hold a committed checkpoint, but no log and no manifest: a flipped bit there is what bit rot
 #: does.
-_CHECKPOINTS = (".ckpt", ".pt", ".resiliency", ".distcp", ".safetensors", ".bin")
+_CHECKPOINTS = (".ckpt", ".shard", ".pt", ".resiliency", ".distcp", ".safetensors", ".bin")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -189,7 +189,7 @@ def test_the_new_step_is_fsynced_before_the_first_deletion(local: Path, monkeypa
     first = next(i for i, (verb, _) in enumerate(seen) if verb == "delete")
     synced = [os.path.relpath(path, local) for verb, path in seen[:first]]
     inside = os.path.relpath(new, local)
-    assert {f"{inside}/{name}" for name in ("manifest.json", "shard-00000.json", "shard-00000.ckpt")} <= set(synced)
+    assert {f"{inside}/{name}" for name in ("manifest.json", "shard-00000.json", "shard-00000.shard")} <= set(synced)
     assert synced.index(inside) > synced.index(f"{inside}/manifest.json"), (
         "the folder is synced last, or the names are not safe"
     )
@@ -265,7 +265,7 @@ def test_a_damaged_newest_step_does_not_cost_the_steps_saved_after_the_fallback(
     with keeping(local, 3) as checkpointer:
         save(checkpointer, 10, 20, 30)
     (bad,) = [folder for step, folder in step_dirs(local).items() if step.step == 30]
-    flip_bits(bad / "shard-00000.ckpt", [(-5, -1)])
+    flip_bits(bad / "shard-00000.shard", [(-5, -1)])
     with keeping(local, 1) as checkpointer:
         got = checkpointer.load()
         assert got is not None and got.step == 20
@@ -462,7 +462,7 @@ def test_the_remote_tier_deletes_only_after_the_newer_manifest(
         assert calls[min(deleted)][2] == "manifest.json"
     for step in ("1", "2", "3"):
         puts = [name for verb, at, name in calls if at == step and verb.startswith("put")]
-        assert puts == ["shard-00000.ckpt", "shard-00000.json", "manifest.json"], "the manifest comes last"
+        assert puts == ["shard-00000.shard", "shard-00000.json", "manifest.json"], "the manifest comes last"
 
 
 @pytest.mark.parametrize("slow", [0, 1])

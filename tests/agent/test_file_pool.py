@@ -59,7 +59,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
 
 def shard(tmp_path: Path, nbytes: int = SIZE) -> Path:
     """The file of a step that is about to be deleted."""
-    path = tmp_path / "local" / "step" / "shard-00000.ckpt"
+    path = tmp_path / "local" / "step" / "shard-00000.shard"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(MARK.ljust(nbytes, b"."))
     return path

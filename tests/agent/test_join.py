@@ -96,7 +96,7 @@ def loaded(folder: Path, ranks: int = RANKS) -> list[Any]:
 @pytest.mark.parametrize("added", [b"", b"P", b"PK\x03\x04 half an entry" * 20], ids=len)
 def test_the_next_agent_finishes_what_a_killed_one_began(tmp_path: Path, added: bytes) -> None:
     config = half_committed(tmp_path)
-    with open(step_dir(tmp_path, RUN, 1) / "shard-00000.ckpt", "ab") as file:
+    with open(step_dir(tmp_path, RUN, 1) / "shard-00000.shard", "ab") as file:
         file.write(added)
     settle(start(config))
     assert read_single_file(str(tmp_path / "step=1.ckpt")) == manifest(tmp_path)
@@ -109,7 +109,7 @@ def test_ranks_that_do_the_work_themselves_cut_off_what_a_killed_agent_began(
 ) -> None:
     """Rank 1 may be first: it must not write the manifest over a file that is longer than its record says."""
     config = half_committed(tmp_path)
-    with open(step_dir(tmp_path, RUN, 1) / "shard-00000.ckpt", "ab") as file:
+    with open(step_dir(tmp_path, RUN, 1) / "shard-00000.shard", "ab") as file:
         file.write(b"PK\x03\x04 half an entry")
     for agent in [start(dataclasses.replace(config, local_ranks=(rank,)), only_agent=lambda: False) for rank in order]:
         settle(agent)
@@ -121,7 +121,7 @@ def test_ranks_that_do_the_work_themselves_cut_off_what_a_killed_agent_began(
 def test_what_an_agent_may_be_adding_to_is_left_alone(tmp_path: Path) -> None:
     """A rank that begins to do the work itself, while an agent is still there."""
     config = half_committed(tmp_path)
-    shard = step_dir(tmp_path, RUN, 1) / "shard-00000.ckpt"
+    shard = step_dir(tmp_path, RUN, 1) / "shard-00000.shard"
     with shard.open("ab") as file:
         file.write(b"PK\x03\x04 half an entry")
     before = shard.read_bytes()
@@ -135,11 +135,11 @@ def test_what_an_agent_may_be_adding_to_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("action", ["error", "full"])
 def test_a_disk_that_fails_leaves_the_step_as_it_was(tmp_path: Path, point: str, action: str) -> None:
     config = half_committed(tmp_path)
-    before = (step_dir(tmp_path, RUN, 1) / "shard-00000.ckpt").read_bytes()
+    before = (step_dir(tmp_path, RUN, 1) / "shard-00000.shard").read_bytes()
     faultpoints.arm(f"{point}:{action}@*")
     settle(start(config))
     faultpoints.arm("")
-    assert (step_dir(tmp_path, RUN, 1) / "shard-00000.ckpt").read_bytes() == before
+    assert (step_dir(tmp_path, RUN, 1) / "shard-00000.shard").read_bytes() == before
     for rank, restored in enumerate(loaded(tmp_path)):
         assert differences(restored.state, make_lightning_state(1, world_size=RANKS)) == []
         assert restored.per_rank["rng"][0] == rank
@@ -147,7 +147,7 @@ def test_a_disk_that_fails_leaves_the_step_as_it_was(tmp_path: Path, point: str,
 
 def test_a_write_that_fails_halfway_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = half_committed(tmp_path)
-    path = step_dir(tmp_path, RUN, 1) / "shard-00000.ckpt"
+    path = step_dir(tmp_path, RUN, 1) / "shard-00000.shard"
     before, write = path.read_bytes(), os.pwrite
 
     def half(fd: int, data: Any, at: int) -> int:
@@ -166,13 +166,13 @@ def test_a_write_that_fails_halfway_is_taken_back(tmp_path: Path, monkeypatch: p
 def test_what_is_damaged_is_not_joined_and_found_as_before(tmp_path: Path, what: str) -> None:
     config = half_committed(tmp_path)
     folder = step_dir(tmp_path, RUN, 1)
-    path = folder / ("shard-00000.ckpt" if what == "the end of shard 0" else "shard-00001.ckpt")
+    path = folder / ("shard-00000.shard" if what == "the end of shard 0" else "shard-00001.shard")
     data = bytearray(path.read_bytes())
     data[-300] ^= 1
     path.write_bytes(data)
-    before = (folder / "shard-00000.ckpt").read_bytes()
+    before = (folder / "shard-00000.shard").read_bytes()
     settle(start(config))
-    assert (folder / "shard-00000.ckpt").read_bytes() == before
+    assert (folder / "shard-00000.shard").read_bytes() == before
 
 
 def test_a_file_that_another_agent_has_committed_is_not_written_into(tmp_path: Path) -> None:
@@ -187,10 +187,10 @@ def test_an_agent_of_an_earlier_attempt_adds_nothing(tmp_path: Path) -> None:
     config = half_committed(tmp_path)
     found = manifest(tmp_path)
     (tmp_path / META_DIR / RUN / "attempt").write_text(str(config.attempt + 1))
-    before = (step_dir(tmp_path, RUN, 1) / "shard-00000.ckpt").read_bytes()
+    before = (step_dir(tmp_path, RUN, 1) / "shard-00000.shard").read_bytes()
     with pytest.raises(AgentError):
         join_shards(LocalTier(tmp_path), found, Fence(config))
-    assert (step_dir(tmp_path, RUN, 1) / "shard-00000.ckpt").read_bytes() == before
+    assert (step_dir(tmp_path, RUN, 1) / "shard-00000.shard").read_bytes() == before
 
 
 def save_with_agents(folder: Path, steps: range, *, ranks: int = RANKS) -> None:
@@ -253,7 +253,7 @@ def test_a_seal_that_comes_again_after_the_file_has_grown_is_acknowledged(tmp_pa
     record = manifest(tmp_path).shards[0]
     heard: list[tuple[int, Notice]] = [(0, Recorded(id=record.id))]
     agent = start(config, heard)
-    path = step_dir(tmp_path, RUN, 1) / "shard-00000.ckpt"
+    path = step_dir(tmp_path, RUN, 1) / "shard-00000.shard"
     old = dataclasses.replace(record, nbytes=record.nbytes - 100)
     file = SealedFile(
         shard=0,

@@ -291,9 +291,9 @@ def test_only_the_host_of_rank_0_sends_shard_0(hosts: list[AgentConfig], start: 
         settle(agent)
         agent.handle(agent.config.local_ranks[0], Complete(id=seal.id))
         settle(agent)
-        sent = {path.name for path in (tmp_path / "remote").rglob("shard-*.ckpt")}
+        sent = {path.name for path in (tmp_path / "remote").rglob("shard-*.shard")}
         if agent.config.node == "b":
-            assert sent == {"shard-00001.ckpt"}, "the copy of shard 0 was sent"
+            assert sent == {"shard-00001.shard"}, "the copy of shard 0 was sent"
     (listing,) = scan(LocalTier(tmp_path / "remote"), "run")
     assert listing.committed and listing.manifest is not None
     assert [shard.node for shard in listing.manifest.shards] == ["a", "b"]
@@ -424,7 +424,7 @@ def test_a_step_that_may_be_committed_stays_whatever_is_said_of_it(
     settle(again)
     assert len(reasons(heard, 1)) == 1
     assert {path.name for path in shard_path(config, 1).parent.iterdir()} >= {
-        f"shard-0000{rank}.{kind}" for rank in (0, 1) for kind in ("json", "ckpt")
+        f"shard-0000{rank}.{kind}" for rank in (0, 1) for kind in ("json", "shard")
     }
 
 

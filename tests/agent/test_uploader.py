@@ -72,7 +72,7 @@ class Host:
 
     def record(self, step: StepId = STEP, plan: str = "p") -> ShardRecord:
         data = f"{step} of {self.rank}".encode() * 50
-        path = self.local / step_prefix("r", step) / f"shard-{self.rank:05d}.ckpt"
+        path = self.local / step_prefix("r", step) / f"shard-{self.rank:05d}.shard"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         return ShardRecord(

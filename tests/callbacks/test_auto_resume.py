@@ -298,7 +298,7 @@ def to_resume_without(namespace: str, folder: Path, files: str) -> Any:
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_a_fit_that_is_to_resume_does_not_begin_anew_beside_damaged_checkpoints(namespace: str, tmp_path: Path) -> None:
-    trainer = to_resume_without(namespace, tmp_path, "shard-00000.ckpt")
+    trainer = to_resume_without(namespace, tmp_path, "shard-00000.shard")
     with pytest.raises(CorruptShard, match="nothing could be restored, although checkpoints exist"):
         trainer.fit(make_net(namespace), loader())
     assert trainer.global_step == 0

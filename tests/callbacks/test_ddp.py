@@ -71,8 +71,8 @@ def test_each_rank_writes_a_shard_and_both_resume_exactly(zygote: Zygote, tmp_pa
     assert first[0]["best_k"] == first[1]["best_k"]
     for folder in (directory / ".resiliency/default/steps").iterdir():
         assert {path.name for path in folder.iterdir()} >= {
-            "shard-00000.ckpt",
-            "shard-00001.ckpt",
+            "shard-00000.shard",
+            "shard-00001.shard",
             "manifest.json",
         }
     uneven = next(value for key, value in content(directory / "last.ckpt")["callbacks"].items() if "Uneven" in key)

@@ -15,6 +15,7 @@ import fsspec
 import pytest
 
 from resiliency.callbacks.model_checkpoint import build
+from resiliency.storage.manifest import META_DIR
 from tests.callbacks.harness import (
     NAMESPACES,
     content,
@@ -335,3 +336,49 @@ def test_a_save_that_a_hook_prevented_is_tried_again_when_the_exception_ends_the
 
     both(tmp_path, script, namespace)
     assert content(tmp_path / "done-2" / "step=4.ckpt")["global_step"] == 4
+
+
+# -- searches below the folder ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_a_search_below_the_folder_of_a_running_fit_finds_each_checkpoint_once(namespace: str, tmp_path: Path) -> None:
+    """With our class there is ``.resiliency`` too, in which the same files have names of another ending."""
+
+    def script(made: Any, folder: Path) -> Any:
+        class Looking(made):  # type: ignore[misc]
+            def on_train_batch_end(self, *arguments: Any) -> None:
+                super().on_train_batch_end(*arguments)
+                saved.append(os.path.basename(self.last_model_path))  # there once this has been read
+                before = set(os.listdir(folder))
+                found = search(folder)
+                seen.append([path for path in found if os.path.dirname(path) != str(folder)])
+                # The agent may give or take a name between the listings.
+                listed = before & set(os.listdir(folder))
+                missed.append([name for name in listed if name.endswith(".ckpt") and str(folder / name) not in found])
+                hidden.append((folder / META_DIR).is_dir())
+
+        seen, missed, saved, hidden = [], [], [], []  # type: ignore[var-annotated]
+        callback = Looking(
+            dirpath=folder,
+            filename="{step}-{wave:.1f}",
+            monitor="wave",
+            save_top_k=2,
+            every_n_train_steps=1,
+            save_last=True,
+        )
+        fit(callback, folder, namespace=namespace)
+        assert any(hidden) == (made is not stock(namespace)), "or there was nothing to be found"
+        return seen, missed, saved, len(search(folder))
+
+    both(tmp_path, script, namespace)
+
+
+def search(folder: Path) -> list[str]:
+    """``rglob``; that of Python 3.11 raises when a folder goes that it is about to look into."""
+    for _ in range(1000):
+        try:
+            return sorted(map(str, folder.rglob("*.ckpt")))
+        except FileNotFoundError:
+            continue
+    raise AssertionError("it never got through")

@@ -90,7 +90,7 @@ def test_of_two_callbacks_one_saves_and_one_that_saves_weights_alone_does_not(sa
     ]
     callbacks = [at_batch_end(NAMESPACES[0], tell), heartbeat_callback(NAMESPACES[0])(), *made]
     make_trainer(NAMESPACES[0], callbacks, root=tmp_path, max_steps=4).fit(make_net(NAMESPACES[0]), loader(batches=12))
-    found = {name for name in ("weights", "a", "b") if list((tmp_path / name).rglob("shard-*.ckpt"))}
+    found = {name for name in ("weights", "a", "b") if list((tmp_path / name).rglob("shard-*.shard"))}
     assert found == {"a"} and saves.newest_committed() == 2
 
 

@@ -536,7 +536,7 @@ def test_warming_up_makes_the_files_the_first_save_uses(tmp_path: Path) -> None:
         assert len(files) == 2, "it returned before the second was there"
         save(checkpointer, 1, large)
         (folder,) = step_dirs(tmp_path).values()
-        assert (folder / "shard-00000.ckpt").stat().st_ino in files
+        assert (folder / "shard-00000.shard").stat().st_ino in files
         checkpointer.warm_up(nbytes=100, slots=1)
         with pytest.raises(ConfigError, match="nbytes"):
             checkpointer.warm_up()
@@ -589,7 +589,7 @@ def test_a_restart_writes_into_a_file_that_the_attempt_before_had_ready(tmp_path
         assert ticket is not None
         ticket.wait(Stage.COMMITTED, timeout=SOON)
         (step,) = step_dirs(tmp_path).values()
-        assert (step / "shard-00000.ckpt").stat().st_ino == inode
+        assert (step / "shard-00000.shard").stat().st_ino == inode
         assert differences(checkpointer.load().state, large) == []  # type: ignore[union-attr]
 
 

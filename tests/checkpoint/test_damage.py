@@ -50,7 +50,7 @@ def copy(series: Series, tmp_path: Path) -> Series:
 
 
 def shard(folder: Path, rank: int) -> Path:
-    return folder / f"shard-{rank:05d}.ckpt"
+    return folder / f"shard-{rank:05d}.shard"
 
 
 def record(folder: Path, rank: int) -> Path:
@@ -326,8 +326,8 @@ def test_files_of_another_step_copied_in(copy: Series, files: str) -> None:
     copy = alone(copy)
     source, target = folder_of(copy.local_dir, 20), folder_of(copy.local_dir, 30)
     chosen = {
-        "shard": ["shard-00000.ckpt"],
-        "shard and record": ["shard-00000.ckpt", "shard-00000.json"],
+        "shard": ["shard-00000.shard"],
+        "shard and record": ["shard-00000.shard", "shard-00000.json"],
         "everything": [path.name for path in source.iterdir()],
         "manifest": [MANIFEST],
     }[files]
@@ -338,14 +338,14 @@ def test_files_of_another_step_copied_in(copy: Series, files: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "files", [[MANIFEST], ["shard-00000.json"], ["shard-00000.ckpt", "shard-00000.json", MANIFEST]]
+    "files", [[MANIFEST], ["shard-00000.json"], ["shard-00000.shard", "shard-00000.json", MANIFEST]]
 )
 def test_files_of_another_run_copied_in(copy: Series, other_run: Series, files: list[str]) -> None:
     copy = alone(copy)
     source, target = folder_of(other_run.local_dir, 30), folder_of(copy.local_dir, 30)
     for name in files:
         shutil.copy(source / name, target / name)
-    assert restored_from(copy) == (20 if "shard-00000.ckpt" in files else 30)
+    assert restored_from(copy) == (20 if "shard-00000.shard" in files else 30)
 
 
 def test_records_of_another_step_are_not_even_listed(copy: Series) -> None:
@@ -411,7 +411,7 @@ def test_junk_beside_the_steps_is_passed_over(copy: Series) -> None:
         (steps / "lost+found").mkdir()
         (folder_of(tier, 30) / "shard-00007.json").write_text("{}")
         (folder_of(tier, 30) / "shard-.json").write_text("{}")
-        (folder_of(tier, 30) / ".shard-00000.ckpt.partial-1").write_text("x")
+        (folder_of(tier, 30) / ".shard-00000.shard.partial-1").write_text("x")
     assert restored_from(copy) == 30
 
 
@@ -448,7 +448,7 @@ def test_damage_found_by_one_rank_only_counts_for_all(copy: Series) -> None:
 # ---- any damage
 
 
-_TARGETS = ["shard-00000.ckpt", "shard-00001.ckpt", "shard-00000.json", "shard-00001.json", MANIFEST]
+_TARGETS = ["shard-00000.shard", "shard-00001.shard", "shard-00000.json", "shard-00001.json", MANIFEST]
 _KEYS = [
     "version",
     "step",

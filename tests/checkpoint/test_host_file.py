@@ -134,7 +134,7 @@ def test_every_rank_writes_its_part_of_one_stock_file(tmp_path: Path, world_size
     assert job.save(1, lambda rank: state) == [""] * world_size
     assert differences(torch.load(tmp_path / "shared" / "step=1.ckpt"), state) == []
     (folder,) = step_dirs(tmp_path / "shared").values()
-    assert sorted(path.name for path in folder.glob("*.ckpt")) == [f"shard-{n:05d}.ckpt" for n in range(world_size)]
+    assert sorted(path.name for path in folder.glob("*.shard")) == [f"shard-{n:05d}.shard" for n in range(world_size)]
     assert all(count >= 2 for count in writers(folder).values()), "a rank wrote nothing"
     job.check(state)
 
@@ -298,7 +298,7 @@ def test_a_damaged_copy_of_one_host_is_replaced_from_the_store(tmp_path: Path, h
     state = make_state(1, rows=2000)
     job.save(1, lambda rank: state)
     (folder,) = step_dirs(tmp_path / f"host{host}").values()
-    flip_bits(folder / "shard-00000.ckpt", [(9000, 9001)])
+    flip_bits(folder / "shard-00000.shard", [(9000, 9001)])
     job.check(state, step=1)
 
 

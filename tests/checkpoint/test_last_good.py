@@ -49,7 +49,7 @@ def save(checkpointer: Checkpointer, step: int, **more: object) -> Ticket:
 
 
 def damage(folder: Path, step: int) -> None:
-    flip_bits(step_dir(folder, RUN, step) / "shard-00000.ckpt", [(1100, 1200)])
+    flip_bits(step_dir(folder, RUN, step) / "shard-00000.shard", [(1100, 1200)])
 
 
 def damaged_newest(folder: Path, *, bucket: Path | None = None) -> None:

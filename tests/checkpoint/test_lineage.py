@@ -119,7 +119,7 @@ def test_a_job_that_ran_on_is_not_outranked_by_one_that_took_over_earlier(tmp_pa
 def test_what_follows_an_older_step_is_newest_when_the_newest_was_damaged(tmp_path: Path) -> None:
     with job(tmp_path) as first:
         save(first, 10, 20, 30)
-    flip_bits(step_dir(tmp_path, RUN, 30) / "shard-00000.ckpt", [(1100, 1200)])
+    flip_bits(step_dir(tmp_path, RUN, 30) / "shard-00000.shard", [(1100, 1200)])
     with job(tmp_path) as second:
         assert load(second) == 20
         save(second, 25)
@@ -135,7 +135,7 @@ def test_also_when_its_damage_shows_before_anything_is_read(tmp_path: Path, how:
         save(first, 10, 20, 30)
     newest = step_dir(tmp_path, RUN, 30)
     if how == "a file is gone":
-        (newest / "shard-00000.ckpt").unlink()
+        (newest / "shard-00000.shard").unlink()
     else:
         (newest / "manifest.json").write_text("{")
         (newest / "shard-00000.json").write_text("{")
@@ -189,7 +189,7 @@ def test_an_unfinished_save_of_a_killed_attempt_begins_no_line(tmp_path: Path) -
     folder = step_dir(tmp_path, RUN, 20)
     unfinished = folder.with_name(folder.name.replace("0000000020", "0000000030"))
     unfinished.mkdir()
-    shutil.copy(folder / "shard-00000.ckpt", unfinished)
+    shutil.copy(folder / "shard-00000.shard", unfinished)
     with job(tmp_path) as second:
         assert load(second) == 20 and second.line == 1
         save(second, 25)

@@ -33,7 +33,7 @@ def series(tmp_path_factory: pytest.TempPathFactory) -> Series:
 
 #: File of the newest step -> the step that is loaded when it is no file.
 PLACES = {
-    "shard-00000.ckpt": 10,
+    "shard-00000.shard": 10,
     "shard-00000.json": 20,  # the manifest has a copy
     "manifest.json": 20,  # the records have a copy
     "all json": 10,

@@ -42,7 +42,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def damage(directory: Path, step: int, key: str) -> None:
     """Flips a bit in the middle of the shard file that holds a tensor."""
-    for path in directory.glob(f".resiliency/*/steps/{step:010d}-*/shard-00000.ckpt"):
+    for path in directory.glob(f".resiliency/*/steps/{step:010d}-*/shard-00000.shard"):
         data = bytearray(path.read_bytes())
         wanted = state(step)[key].numpy().tobytes()
         assert data.count(wanted) == 1

@@ -76,7 +76,7 @@ def test_a_shard_that_is_here_is_not_fetched(series: Series) -> None:
 
 def test_a_shard_that_is_lost_here_comes_from_the_peer_and_not_from_the_store(series: Series) -> None:
     (folder,) = step_dirs(series.local_dir).values()
-    (folder / "shard-00001.ckpt").unlink()
+    (folder / "shard-00001.shard").unlink()
     restored, fetched = load_with_peer(series)
     check(series, restored)
     assert fetched == [("peer", 1)]
@@ -84,9 +84,9 @@ def test_a_shard_that_is_lost_here_comes_from_the_peer_and_not_from_the_store(se
 
 def test_a_damaged_copy_of_the_peer_is_passed_over_for_the_store(series: Series) -> None:
     (folder,) = step_dirs(series.local_dir).values()
-    (folder / "shard-00001.ckpt").unlink()
+    (folder / "shard-00001.shard").unlink()
     (held,) = step_dirs(series.root / "peer").values()
-    flip_bits(held / "shard-00001.ckpt", [(1500, 1501)])
+    flip_bits(held / "shard-00001.shard", [(1500, 1501)])
     restored, fetched = load_with_peer(series)
     check(series, restored)
     assert set(fetched) == {("object_store", 1)}
@@ -95,8 +95,8 @@ def test_a_damaged_copy_of_the_peer_is_passed_over_for_the_store(series: Series)
 def test_a_tier_only_rank_0_knows_is_passed_over(series: Series) -> None:
     """Rank 0 lists it for all; the rank that is to fetch from it has no way to open it."""
     (folder,) = step_dirs(series.local_dir).values()
-    (folder / "shard-00000.ckpt").unlink()
-    (folder / "shard-00001.ckpt").unlink()
+    (folder / "shard-00000.shard").unlink()
+    (folder / "shard-00001.shard").unlink()
 
     def work(rank: int, coordinator: Coordinator) -> Restored | None:
         checkpointer = series.open(coordinator)

@@ -35,16 +35,16 @@ def folder_of(series: Series, step: int) -> Path:
 
 
 DAMAGE: dict[str, Any] = {
-    "missing": lambda folder: (folder / "shard-00000.ckpt").unlink(),
-    "cut": lambda folder: os.truncate(folder / "shard-00000.ckpt", 2000),
-    "bits": lambda folder: flip_bits(folder / "shard-00000.ckpt", [(1500, 1501)]),
+    "missing": lambda folder: (folder / "shard-00000.shard").unlink(),
+    "cut": lambda folder: os.truncate(folder / "shard-00000.shard", 2000),
+    "bits": lambda folder: flip_bits(folder / "shard-00000.shard", [(1500, 1501)]),
     "no json": lambda folder: [path.write_text("{") for path in folder.glob("*.json")],
 }
 
 
 def damage(folder: Path, kind: str) -> None:
     # Names are links to the same file.
-    path = folder / "shard-00000.ckpt"
+    path = folder / "shard-00000.shard"
     data = path.read_bytes()
     path.unlink()
     path.write_bytes(data)
@@ -96,7 +96,7 @@ def test_a_folder_loaded_by_path_says_that_it_means_an_older_step(
     assert located is not None and located.id.step == 20
     load_path(located)
     (told,) = [text for text in warnings(caplog) if "is taken instead" in text]
-    assert "shard-00000.ckpt is missing" in told
+    assert "shard-00000.shard is missing" in told
 
 
 def test_shards_without_any_record_are_not_nothing(copy: Series, caplog: pytest.LogCaptureFixture) -> None:

@@ -239,7 +239,7 @@ from resiliency.errors import CorruptShard
 folder, into = json.loads(os.environ["JOB"])
 engine = Checkpointer(folder, options=CheckpointerOptions(agent="embedded"))
 engine.save(1, {"w": torch.ones(3000, 1000), "v": torch.ones(3000, 1000)}).wait()
-(path,) = glob.glob(folder + "/.resiliency/*/steps/*/shard-00000.ckpt")
+(path,) = glob.glob(folder + "/.resiliency/*/steps/*/shard-00000.shard")
 read = ShardAssembler.read
 
 def cut(self, *, threads):

@@ -95,7 +95,7 @@ def ck(made: Path, tmp_path: Path) -> Path:
 
 
 def shard(ck: Path, name: str, step: int, rank: int = 0) -> Path:
-    return step_dir(ck, name, step) / f"shard-{rank:05d}.ckpt"
+    return step_dir(ck, name, step) / f"shard-{rank:05d}.shard"
 
 
 def numbers(listing: Any) -> dict[str, list[int]]:
@@ -117,7 +117,7 @@ def test_ls_shows_all_steps_of_all_runs(made: Path) -> None:
         2,
         ["duo=2.ckpt"],
     )
-    assert step["nbytes"] == sum(path.stat().st_size for path in step_dir(made, "duo", 2).glob("*.ckpt"))
+    assert step["nbytes"] == sum(path.stat().st_size for path in step_dir(made, "duo", 2).glob("*.shard"))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", step["created"])
     text = run("ls", made).stdout
     assert re.search(r"^ *2 +1 +duo=2\.ckpt +\d{4}-.* MiB +2/2 +committed", text, re.M)
@@ -162,13 +162,13 @@ def test_ls_tells_what_is_wrong(ck: Path) -> None:
         20: "committed",
         30: "committed",
     }
-    assert found[1]["notes"] == ["shard-00001.ckpt is missing"]
-    assert re.fullmatch(r"shard-00000\.ckpt has [\d,]+ bytes instead of [\d,]+", found[2]["notes"][0])
+    assert found[1]["notes"] == ["shard-00001.shard is missing"]
+    assert re.fullmatch(r"shard-00000\.shard has [\d,]+ bytes instead of [\d,]+", found[2]["notes"][0])
     assert (found[10]["shards_present"], found[10]["shards_needed"]) == (0, None)
     assert "the manifest is missing" in found[20]["notes"][0]
     assert found[30]["notes"][0].startswith("manifest.json: not a manifest")
     text = run("ls", ck).stdout
-    assert "step 1 (attempt 1): shard-00001.ckpt is missing" in text
+    assert "step 1 (attempt 1): shard-00001.shard is missing" in text
 
 
 def test_ls_merges_places_as_tiers(ck: Path) -> None:
@@ -182,7 +182,7 @@ def test_ls_merges_places_as_tiers(ck: Path) -> None:
     assert (step["state"], step["tiers"], step["notes"]) == (
         "committed",
         ["local", "memory"],
-        ["local: shard-00001.ckpt is missing"],
+        ["local: shard-00001.shard is missing"],
     )
 
 
@@ -235,8 +235,8 @@ def test_inspect_shows_shards_tensors_and_objects(made: Path) -> None:
     found = data("inspect", made / "duo=2.ckpt")
     assert (found["run"], found["step"], found["attempt"]) == ("duo", 2, 1)
     assert [(row["rank"], row["file"], row["present"]) for row in found["shards"]] == [
-        (0, "shard-00000.ckpt", True),
-        (1, "shard-00001.ckpt", True),
+        (0, "shard-00000.shard", True),
+        (1, "shard-00001.shard", True),
     ]
     rows = {(row["key"], tuple(row["shards"])): row for row in found["tensors"]}
     big = rows["state_dict/big", (0, 1)]
@@ -341,7 +341,7 @@ def test_inspect_lists_twenty_tensors_or_all(tmp_path: Path) -> None:
 
 def test_inspect_takes_the_newest_committed_step_of_one_run(ck: Path) -> None:
     assert "several runs (duo, solo)" in told("inspect", ck, status=2)
-    (step_dir(ck, "solo", 30) / "shard-00000.ckpt").unlink()
+    (step_dir(ck, "solo", 30) / "shard-00000.shard").unlink()
     assert data("inspect", ck, "--run", "solo")["step"] == 20
     assert "no run 'none'" in told("inspect", ck, "--run", "none", status=2)
 
@@ -349,14 +349,14 @@ def test_inspect_takes_the_newest_committed_step_of_one_run(ck: Path) -> None:
 def test_inspect_names_a_broken_shard_and_shows_the_rest(ck: Path) -> None:
     shard(ck, "duo", 2, 1).write_bytes(b"not a shard")
     found = data("inspect", step_dir(ck, "duo", 2), status=1)
-    assert any("shard-00001.ckpt" in note for note in found["notes"])
+    assert any("shard-00001.shard" in note for note in found["notes"])
     assert any(row["key"] == "state_dict/net.weight" for row in found["tensors"])
 
 
 def test_inspect_names_a_damaged_structure(ck: Path) -> None:
     flip_bits(shard(ck, "solo", 30), [(-2000, -1999)])
     found = data("inspect", step_dir(ck, "solo", 30), status=1)
-    assert any("shard-00000.ckpt: bytes" in note for note in found["notes"]) and found["tree"] == []
+    assert any("shard-00000.shard: bytes" in note for note in found["notes"]) and found["tree"] == []
 
 
 # ---- verify
@@ -367,7 +367,8 @@ def test_verify_passes_good_steps(made: Path, remote: bool) -> None:
     found = data("verify", copy_to_memory(made) if remote else made)
     assert (found["good"], [step["good"] for step in found["steps"]], found["findings"]) == (True, [True] * 5, [])
     # A name is the same file in a folder, and a second object in a bucket.
-    files = made.rglob("*.ckpt") if remote else made.glob(".resiliency/*/steps/*/*.ckpt")
+    files = [*made.glob(".resiliency/*/steps/*/*.shard"), *(made.glob("*.ckpt/*.shard") if remote else ())]
+    files += made.glob("*.ckpt") if remote else ()
     assert found["checked_bytes"] == sum(path.stat().st_size for path in files if path.is_file())
     assert run("verify", made).stdout.startswith("all good: 5 steps, ")
 
@@ -387,7 +388,7 @@ def test_verify_names_the_shard_and_the_bytes(
     found = data("verify", place, status=1)
     assert [(step["step"], step["good"]) for step in found["steps"]] == [(1, True), (2, False)]
     finding, *of_name = found["findings"]
-    assert finding["path"].endswith(f"{step_dir(tmp_path, 'solo', 2).name}/shard-00000.ckpt")
+    assert finding["path"].endswith(f"{step_dir(tmp_path, 'solo', 2).name}/shard-00000.shard")
     assert finding["ranges"] == wanted
     # In a folder the name is the same file, in a bucket it is an object of its own.
     assert [one["path"] for one in of_name] == ([f"{place}/step=2.ckpt"] if remote else [])
@@ -430,7 +431,7 @@ def test_verify_tells_what_is_missing(ck: Path) -> None:
         (finding["step"], Path(finding["path"]).name): (finding["bad"], finding["text"])
         for finding in found["findings"]
     }
-    assert texts[2, "shard-00001.ckpt"] == (True, "is missing")
+    assert texts[2, "shard-00001.shard"] == (True, "is missing")
     assert texts[1, "shard-00001.json"] == (False, "is missing; the manifest's copy stands in for it")
     assert texts[10, "manifest.json"] == (False, "is missing; the shards' records stand in for it")
     bad, text = texts[20, "manifest.json"]
@@ -497,7 +498,7 @@ def test_export_writes_a_file_that_torch_load_reads(made: Path, tmp_path: Path) 
 
 def test_export_of_bad_bytes_fails(ck: Path, tmp_path: Path) -> None:
     flip_bits(shard(ck, "duo", 2, 1), [(2_000_000, 2_000_001)])
-    assert "shard-00001.ckpt" in told("export", ck / "duo=2.ckpt", tmp_path / "out.ckpt", status=1)
+    assert "shard-00001.shard" in told("export", ck / "duo=2.ckpt", tmp_path / "out.ckpt", status=1)
     assert not (tmp_path / "out.ckpt").exists()
 
 
@@ -566,10 +567,10 @@ def test_prune_deletes_unfinished_steps_only_when_they_are_older(ck: Path) -> No
 def test_prune_keeps_steps_it_cannot_read(ck: Path) -> None:
     """The manifest of a newer version, say."""
     for path in step_dir(ck, "solo", 10).glob("*.json"):
-        path.write_text(path.read_text().replace('"version": 3', '"version": 99'))
+        path.write_text(path.read_text().replace('"version": 4', '"version": 99'))
     found = data("prune", ck, "--keep", "1", "--unfinished", "--run", "solo", "--yes")
     assert left(ck, "solo") == [10, 30]
-    assert "has checkpoint format 99, this version reads 3: upgrade" in found["kept"][0]["why"]
+    assert "has checkpoint format 99, this version reads 3 and 4: upgrade" in found["kept"][0]["why"]
 
 
 def test_prune_is_refused_when_the_newest_step_is_damaged(ck: Path) -> None:
@@ -606,12 +607,12 @@ def test_delete_goes_manifest_first_then_names_records_and_shards(ck: Path) -> N
     assert deleted == [
         "manifest.json",
         "duo=1.ckpt/manifest.json",
-        "duo=1.ckpt/shard-00000.ckpt",
-        "duo=1.ckpt/shard-00001.ckpt",
+        "duo=1.ckpt/shard-00000.shard",
+        "duo=1.ckpt/shard-00001.shard",
         "shard-00000.json",
         "shard-00001.json",
-        "shard-00000.ckpt",
-        "shard-00001.ckpt",
+        "shard-00000.shard",
+        "shard-00001.shard",
     ]
 
 

@@ -38,7 +38,7 @@ def test_two_hosts_resume_from_a_shared_folder(zygote: Zygote, reference: str, t
     assert job.resumed_from()[-1] >= committed
     nodes = {event["host"] for event in job.events("agent-*.jsonl")}
     assert nodes == {"host-a", "host-b"}
-    shards = list((tmp_path / "run").glob(".resiliency/default/steps/*/shard-*.ckpt"))
+    shards = list((tmp_path / "run").glob(".resiliency/default/steps/*/shard-*.shard"))
     assert len(shards) <= 6, f"steps that should have been deleted are still there: {shards}"
 
 

@@ -217,7 +217,7 @@ def test_a_step_that_is_deleted_while_its_folder_is_read_is_no_damage(
     found = locate_and_load(str(series.local_dir / place), rank=1)
     assert found is not None and found[0].id.step == 20
     assert differences(found[1:], (make_state(20), Series.per_rank(20, 1))) == []
-    flip_bits(newer / "shard-00000.ckpt", [(5000, 5001)])
+    flip_bits(newer / "shard-00000.shard", [(5000, 5001)])
     with pytest.raises(CorruptShard, match="do not match"):
         locate_and_load(str(series.local_dir / place))
 
@@ -274,7 +274,7 @@ def test_a_cut_copy_is_refused(series: Series, tmp_path: Path) -> None:
 
 def test_the_file_of_another_rank_is_no_checkpoint_alone(series: Series, tmp_path: Path) -> None:
     folder = next(path for step, path in step_dirs(series.local_dir).items() if step.step == 10)
-    shutil.copy(folder / "shard-00001.ckpt", tmp_path / "one.ckpt")
+    shutil.copy(folder / "shard-00001.shard", tmp_path / "one.ckpt")
     with pytest.raises(NoCheckpointFound, match="shard 1 of 2"):
         locate(str(tmp_path / "one.ckpt"))
 
@@ -310,6 +310,12 @@ def test_a_sharded_step_is_loaded_by_its_folders(sharded: Path, remote: bool) ->
     assert sharded_step_of(root) == 2
 
 
+def test_a_copy_of_a_folder_with_records_beside_its_shards_is_recognised(sharded: Path, tmp_path: Path) -> None:
+    """The step's own folder; the first name in it is that of a record."""
+    shutil.copytree(step_dir(sharded, RUN, 1), tmp_path / "else" / "mine.ckpt")
+    assert sharded_step_of(tmp_path / "else" / "mine.ckpt") == 1
+
+
 @pytest.mark.parametrize("remote", [False, True])
 def test_a_copy_of_a_sharded_steps_folder_is_checked_by_its_manifest(
     sharded: Path, tmp_path: Path, remote: bool
@@ -317,7 +323,7 @@ def test_a_copy_of_a_sharded_steps_folder_is_checked_by_its_manifest(
     shutil.copytree(sharded / "step=1.ckpt", tmp_path / "else" / "mine.ckpt")
     root = copy_to_memory(tmp_path / "else") if remote else str(tmp_path / "else")
     assert sharded_step_of(f"{root}/mine.ckpt") == 1
-    flip_bits(tmp_path / "else" / "mine.ckpt" / "shard-00001.ckpt", [(1_000_000, 1_000_001)])
+    flip_bits(tmp_path / "else" / "mine.ckpt" / "shard-00001.shard", [(1_000_000, 1_000_001)])
     root = copy_to_memory(tmp_path / "else") if remote else str(tmp_path / "else")
     with pytest.raises(CorruptShard, match=r"mine\.ckpt/shard-00001"):
         sharded_step_of(f"{root}/mine.ckpt")
@@ -354,7 +360,7 @@ def test_objects_of_own_classes_are_refused_with_what_to_do(tmp_path: Path) -> N
 def test_damage_is_refused_with_the_file_and_the_bytes(series: Series, tier: int, shard: int) -> None:
     root = series.tiers[tier]
     folder = next(path for step, path in step_dirs(root).items() if step.step == 20)
-    flip_bits(folder / f"shard-0000{shard}.ckpt", [(-200, -194)])
+    flip_bits(folder / f"shard-0000{shard}.shard", [(-200, -194)])
     located = locate(str(root))
     assert located is not None
     with pytest.raises(CorruptShard, match=f"shard-0000{shard}") as caught:

@@ -244,10 +244,10 @@ def test_a_name_with_a_slash_is_located(tmp_path: Path) -> None:
 @pytest.mark.parametrize("remote", [False, True])
 def test_bad_bytes_are_named_and_not_exported(tmp_path: Path, remote: bool) -> None:
     save_steps(tmp_path / "ck", 5, run="solo")
-    shard = step_dir(tmp_path / "ck", "solo", 5) / "shard-00000.ckpt"
+    shard = step_dir(tmp_path / "ck", "solo", 5) / "shard-00000.shard"
     size = shard.stat().st_size
     flip_bits(shard, [(size - 200_000, size - 199_999)])
-    with pytest.raises(CorruptShard, match=r"shard-00000\.ckpt.*(bytes|0)"):
+    with pytest.raises(CorruptShard, match=r"shard-00000\.shard.*(bytes|0)"):
         export(copy_to_memory(tmp_path / "ck") if remote else tmp_path / "ck", tmp_path / "out.ckpt")
     assert not (tmp_path / "out.ckpt").exists()
 

@@ -79,7 +79,7 @@ def test_damage_is_located_in_its_block_whatever_section_it_is_in(tier: LocalTie
     record = read_record(tier, RUN, step, 0)
     assert len(record.sections) > 1
     for start, end in map(record.blocks.bounds, range(record.blocks.count)):
-        path = folder / "shard-00000.ckpt"
+        path = folder / "shard-00000.shard"
         good = path.read_bytes()
         flip_bits(path, [(end - 1, end)])
         assert verify_shard(tier, RUN, record) == [(start, end)]

@@ -26,7 +26,7 @@ from resiliency.testing.tier_doubles import Fault, FaultyTier, RecordingTier
 
 OLD, NEW = StepId(1, 1, "0a0b0c"), StepId(2, 1, "0a0b0c")
 NAMES = ("a.ckpt", "b.ckpt")
-FILES = ("manifest.json", *(f"shard-{rank:05d}.{end}" for rank in range(2) for end in ("json", "ckpt")))
+FILES = ("manifest.json", *(f"shard-{rank:05d}.{end}" for rank in range(2) for end in ("json", "shard")))
 
 
 def store(tier: Tier, step: StepId, names: tuple[str, ...] = NAMES, *, run: str = "r", replicated: bool = True) -> None:
@@ -85,8 +85,8 @@ def test_manifest_then_names_then_records_then_shards(tier: Tier) -> None:
         "b.ckpt",
         "shard-00000.json",
         "shard-00001.json",
-        "shard-00000.ckpt",
-        "shard-00001.ckpt",
+        "shard-00000.shard",
+        "shard-00001.shard",
     ]
     assert [*tier.list("")] == []
 
@@ -97,8 +97,8 @@ def test_the_name_of_a_sharded_step_goes_with_all_its_files_its_manifest_first(t
     assert delete_step(seen, "r", OLD, files=FILES, names=NAMES) == ["a.ckpt"]
     assert [call.key for call in seen.calls("delete")][1:4] == [
         "a.ckpt/manifest.json",
-        "a.ckpt/shard-00000.ckpt",
-        "a.ckpt/shard-00001.ckpt",
+        "a.ckpt/shard-00000.shard",
+        "a.ckpt/shard-00001.shard",
     ]
     assert [*tier.list("")] == []
 
@@ -168,9 +168,9 @@ def test_a_file_of_another_format_under_the_name_stays(tier: Tier) -> None:
 
 def test_files_of_other_hosts_stay(tier: Tier) -> None:
     store(tier, OLD)
-    delete_step(tier, "r", OLD, files=["shard-00000.json", "shard-00000.ckpt"], names=NAMES)
+    delete_step(tier, "r", OLD, files=["shard-00000.json", "shard-00000.shard"], names=NAMES)
     left = sorted(info.key.rpartition("/")[2] for info in tier.list(step_prefix("r", OLD)))
-    assert left == ["shard-00001.ckpt", "shard-00001.json"]
+    assert left == ["shard-00001.json", "shard-00001.shard"]
 
 
 def test_shards_can_be_recycled_instead(tmp_path: Path) -> None:
@@ -184,9 +184,9 @@ def test_shards_can_be_recycled_instead(tmp_path: Path) -> None:
         (folder / name).rename(tmp_path / name)
 
     delete_step(tier, "r", OLD, files=FILES, names=NAMES, remove_shard=recycle)
-    assert seen == [("shard-00000.ckpt", []), ("shard-00001.ckpt", [])], "a shard went before its record"
+    assert seen == [("shard-00000.shard", []), ("shard-00001.shard", [])], "a shard went before its record"
     assert not folder.exists(), "an empty folder is left behind"
-    assert read_identity((tmp_path / "shard-00001.ckpt").read_bytes(), where="x") is not None
+    assert read_identity((tmp_path / "shard-00001.shard").read_bytes(), where="x") is not None
 
 
 def test_temp_files_of_killed_writers_go_only_when_asked(tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ def test_what_arrives_is_what_was_there(source: LocalTier, tmp_path: Path) -> No
     (step,) = scan(source, "run")
     prefix = step_prefix("run", step.id)
     fetch_shard(source, "run", step.id, 0, str(tmp_path / "to"), node="here")
-    assert files(tmp_path / "to") == [f"{prefix}shard-00000.ckpt", f"{prefix}shard-00000.json"]
-    assert (tmp_path / "to" / prefix / "shard-00000.ckpt").read_bytes() == source.read(f"{prefix}shard-00000.ckpt")
+    assert files(tmp_path / "to") == [f"{prefix}shard-00000.json", f"{prefix}shard-00000.shard"]
+    assert (tmp_path / "to" / prefix / "shard-00000.shard").read_bytes() == source.read(f"{prefix}shard-00000.shard")
 
 
 def test_damage_on_the_way_leaves_nothing(source: LocalTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_the_agent_sweeps_at_its_start(source: LocalTier, tmp_path: Path) -> Non
     )
     left = tmp_path / "source/.resiliency/run/fetch" / f"{node}-{int(dead.stdout)}-00000000"
     left.mkdir(parents=True)
-    (left / "shard-00000.ckpt").write_bytes(b"half")
+    (left / "shard-00000.shard").write_bytes(b"half")
     stale = tmp_path / "source" / f".resiliency-{'0' * 32}.partial"
     stale.write_bytes(b"half")
     os.utime(stale, (time.time() - 7200,) * 2)

@@ -28,7 +28,7 @@ import xxhash
 
 from tests.older_torch import load_values
 
-SAMPLE = Path(os.environ.get("FORMAT_SAMPLE", Path(__file__).parent / "samples" / "format-3"))
+SAMPLE = Path(os.environ.get("FORMAT_SAMPLE", Path(__file__).parent / "samples" / "format-4"))
 FOLDER = re.compile(r"(\d{10,})-a(\d{4,})-([0-9a-f]{6})-(\d{2,})(?:-l(\d{4,}))?")
 STEPS = [("pretrain", 10), ("pretrain", 20), ("sharded", 10)]
 Id = tuple[int, int, str, int, int]
@@ -191,7 +191,7 @@ def sharded_tensors(shards: list[Shard]) -> dict[str, torch.Tensor]:
 
 def shards_of(run: str, step: int) -> list[Shard]:
     folder = folder_of(run, step)
-    return [read_shard((folder / f"shard-{rank:05d}.ckpt").read_bytes()) for rank in range(2)]
+    return [read_shard((folder / f"shard-{rank:05d}.shard").read_bytes()) for rank in range(2)]
 
 
 # -- the sample by the page -------------------------------------------------------------------------------------------
@@ -210,13 +210,13 @@ def test_the_manifest_lists_the_records_and_they_are_sound(run: str, step: int) 
     folder = folder_of(run, step)
     wanted = next(known for known, path in folders(run).items() if path == folder)
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert (manifest["version"], identity(manifest), manifest["run"]) == (3, wanted, run)
+    assert (manifest["version"], identity(manifest), manifest["run"]) == (4, wanted, run)
     assert manifest["world_size"] == 2 and [record["rank"] for record in manifest["shards"]] == [0, 1]
     records = [read_record(folder, rank) for rank in range(2)]
     names = [f"step={step}.ckpt", "last.ckpt"] if run == "pretrain" else [f"sharded={step}.ckpt"]
     for rank, record in enumerate(records):
         assert record["check"] == check(record)
-        assert (record["version"], identity(record), record["world_size"]) == (3, wanted, 2)
+        assert (record["version"], identity(record), record["world_size"]) == (4, wanted, 2)
         assert record["names"] == names and record["info"] == {"epoch": step // 10}
         assert (record["exact"], record["tiers"], record["supersedes"]) == (step == 10, [], [])
         assert record["replicated"] == (run == "pretrain")
@@ -232,7 +232,7 @@ def test_the_digests_cover_every_byte_of_every_shard(run: str, step: int) -> Non
     folder = folder_of(run, step)
     records = [read_record(folder, rank) for rank in range(2)]
     for rank, record in enumerate(records):
-        data = (folder / f"shard-{rank:05d}.ckpt").read_bytes()
+        data = (folder / f"shard-{rank:05d}.shard").read_bytes()
         blocks = blocks_of(record)
         assert len(data) == record["nbytes"]
         assert b"".join(data[start:end] for start, end in blocks) == data
@@ -251,7 +251,7 @@ def test_both_ranks_wrote_the_first_shard_of_a_replicated_step(step: int) -> Non
 def test_the_first_1024_bytes_say_whose_a_shard_is(run: str, step: int) -> None:
     for rank, shard in enumerate(shards_of(run, step)):
         record = read_record(folder_of(run, step), rank)
-        assert (shard.identity["format"], shard.identity["version"]) == ("resiliency-checkpoint", 3)
+        assert (shard.identity["format"], shard.identity["version"]) == ("resiliency-checkpoint", 4)
         assert identity(shard.identity) == identity(record)
         fields = ("run", "rank", "world_size", "replicated")
         assert [shard.identity[name] for name in fields] == [record[name] for name in fields]
@@ -268,7 +268,7 @@ def test_storages_come_first_and_what_describes_them_begins_at_the_last_section(
         record = read_record(folder_of(run, step), rank)
         storages = storages_of(shard)
         if storages:
-            data = (folder_of(run, step) / f"shard-{rank:05d}.ckpt").read_bytes()
+            data = (folder_of(run, step) / f"shard-{rank:05d}.shard").read_bytes()
             assert data[record["sections"][-1] :].startswith(b"PK\x03\x04")
             assert data[: record["sections"][-1]].endswith(list(storages.values())[-1])
 
@@ -328,16 +328,16 @@ def test_each_shard_has_what_its_rank_has_for_itself(run: str, step: int) -> Non
 @pytest.mark.parametrize(("name", "step"), [("step=10.ckpt", 10), ("step=20.ckpt", 20), ("last.ckpt", 20)])
 def test_a_name_is_the_first_shard_and_a_stock_checkpoint(name: str, step: int, mmap: bool) -> None:
     folder = folder_of("pretrain", step)
-    assert (SAMPLE / name).read_bytes() == (folder / "shard-00000.ckpt").read_bytes()
+    assert (SAMPLE / name).read_bytes() == (folder / "shard-00000.shard").read_bytes()
     check_tree(load_values(SAMPLE / name, mmap=mmap), step)
 
 
 def test_the_name_of_a_sharded_step_is_a_folder_with_its_shards_and_manifest() -> None:
     folder = folder_of("sharded", 10)
     files = sorted(path.name for path in (SAMPLE / "sharded=10.ckpt").iterdir())
-    assert files == ["manifest.json", "shard-00000.ckpt", "shard-00001.ckpt"]
+    assert files == ["manifest.json", "shard-00000.shard", "shard-00001.shard"]
     assert all((SAMPLE / "sharded=10.ckpt" / file).read_bytes() == (folder / file).read_bytes() for file in files)
-    flat = torch.load(SAMPLE / "sharded=10.ckpt" / "shard-00001.ckpt", weights_only=True)
+    flat = torch.load(SAMPLE / "sharded=10.ckpt" / "shard-00001.shard", weights_only=True)
     assert torch.equal(flat["model/weight@10,0"], torch.arange(40.0, 64.0).reshape(6, 4) + 10)
 
 
@@ -379,7 +379,7 @@ def test_a_step_of_the_ranks_of_one_host_is_a_single_file_that_holds_their_shard
     text = shard.entries["resiliency/record.json"]
     entry = data.index(text, at)
     assert own["rest"] == xxhash.xxh3_64_hexdigest(data[tail:entry] + data[entry + len(text) :])
-    other = shard.entries["resiliency/shard-00001.ckpt"]
+    other = shard.entries["resiliency/shard-00001.shard"]
     for (start, end), digest in zip(blocks_of(records[1]), records[1]["digests"], strict=True):
         assert digest == xxhash.xxh3_64_hexdigest(other[start:end])
     for rank, one in enumerate((shard, read_shard(other))):
@@ -412,7 +412,7 @@ def run(zygote: Any, code: str, output: Path, *arguments: str, **env: str) -> No
 def test_what_the_library_writes_now_is_what_stands_on_the_page(zygote: Any, tmp_path: Path) -> None:
     """The tests of this file, on a new sample."""
     new = str(tmp_path / "new")
-    make = "import runpy; runpy.run_module('tests.storage.samples.make_format_3', run_name='__main__')"
+    make = "import runpy; runpy.run_module('tests.storage.samples.make_format_4', run_name='__main__')"
     run(zygote, make, tmp_path / "make.out", new)
     options = ["-q", "-p", "no:cacheprovider", "-k", "not library", str(Path(__file__))]
     run(
@@ -426,7 +426,7 @@ def test_the_library_reads_the_sample_too(zygote: Any, tmp_path: Path) -> None:
         "import shutil\n"
         f"shutil.copytree({str(SAMPLE)!r}, {str(tmp_path / 'copy')!r})\n"
         "from resiliency.testing.checkpoints import differences, make_checkpointer\n"
-        "from tests.storage.samples.make_format_3 import per_rank, state\n"
+        "from tests.storage.samples.make_format_4 import per_rank, state\n"
         "for run, step in (('pretrain', 20), ('sharded', 10)):\n"
         f"    with make_checkpointer({str(tmp_path / 'copy')!r}, run=run) as checkpointer:\n"
         "        restored = checkpointer.load()\n"

@@ -70,7 +70,7 @@ def test_shard_0_counts_only_with_the_records_of_all_ranks_that_wrote_it(series:
 
 def test_a_shard_that_is_cut_is_reported_with_its_path(series: Series) -> None:
     (folder,) = step_dirs(series.local_dir).values()
-    shard = folder / "shard-00001.ckpt"
+    shard = folder / "shard-00001.shard"
     shard.write_bytes(shard.read_bytes()[:-1])
     (found,) = listed(series, HERE)
     assert found.ranks == (0,) and found.lost == (f"{shard} is missing or cut",)

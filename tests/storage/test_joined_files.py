@@ -57,7 +57,7 @@ def test_the_file_holds_what_lay_beside_it_and_is_the_same_to_torch(tmp_path: Pa
     assert read_single_file(str(path)) == step
     for rank in range(1, world_size):
         entry = entries(path)[shard_entry(rank)]
-        other = (step_dir(tmp_path, RUN, 1) / f"shard-{rank:05d}.ckpt").read_bytes()
+        other = (step_dir(tmp_path, RUN, 1) / f"shard-{rank:05d}.shard").read_bytes()
         assert path.read_bytes()[entry.start : entry.end] == other
     for mmap in (False, True):
         assert differences(torch.load(path, mmap=mmap), state) == []
@@ -142,7 +142,7 @@ def test_a_folder_that_was_dropped_comes_back_as_it_was(tmp_path: Path) -> None:
     save_joined(tmp_path, 1, 2, world_size=3)
     before = picture(tmp_path)
     # What lies in the folder alone is made anew.
-    own = {path: value[1] for path, value in before.items() if not path.endswith("shard-00000.ckpt")}
+    own = {path: value[1] for path, value in before.items() if not path.endswith("shard-00000.shard")}
     assert drop_folders(LocalTier(tmp_path), RUN) == ""
     assert sorted(os.listdir(tmp_path)) == ["step=1.ckpt", "step=2.ckpt"]
     assert restore_folders(LocalTier(tmp_path), RUN) == 2

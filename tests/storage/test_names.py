@@ -106,7 +106,7 @@ def test_the_name_of_a_replicated_step_is_its_first_shard(tier: Tier, name: str)
     found = step(tier, ranks=2)
     for _ in range(2):  # safe to repeat
         assert give_name(tier, found, name)
-        assert tier.read(name) == tier.read(step_prefix("r", FIRST) + "shard-00000.ckpt")
+        assert tier.read(name) == tier.read(step_prefix("r", FIRST) + "shard-00000.shard")
     assert below(tier, name) == [name]
 
 
@@ -116,10 +116,10 @@ def test_the_name_of_a_sharded_step_is_a_folder_with_its_shards_and_its_manifest
         assert give_name(tier, found, "last.ckpt")
         assert below(tier, "last.ckpt") == [
             "last.ckpt/manifest.json",
-            "last.ckpt/shard-00000.ckpt",
-            "last.ckpt/shard-00001.ckpt",
+            "last.ckpt/shard-00000.shard",
+            "last.ckpt/shard-00001.shard",
         ]
-    for file in ("manifest.json", "shard-00001.ckpt"):
+    for file in ("manifest.json", "shard-00001.shard"):
         assert tier.read(f"last.ckpt/{file}") == tier.read(step_prefix("r", FIRST) + file)
     assert holder(tier, "last.ckpt") == ("r", 1)
 
@@ -128,8 +128,8 @@ def test_a_host_names_its_part_of_a_sharded_step_and_has_no_manifest(tier: Tier)
     found = step(tier, ranks=2, of=3, replicated=False)
     assert isinstance(found, UnfinishedStep)
     assert give_name(tier, found, "last.ckpt")
-    assert below(tier, "last.ckpt") == ["last.ckpt/shard-00000.ckpt", "last.ckpt/shard-00001.ckpt"]
-    tier.delete("last.ckpt/shard-00000.ckpt")
+    assert below(tier, "last.ckpt") == ["last.ckpt/shard-00000.shard", "last.ckpt/shard-00001.shard"]
+    tier.delete("last.ckpt/shard-00000.shard")
     assert holder(tier, "last.ckpt") == ("r", 1), "the host of rank 1 does not know whose the name is"
 
 
@@ -148,7 +148,7 @@ def test_a_later_step_takes_the_name_of_an_earlier_one_whatever_the_two_are(
     if is_replicated:
         assert below(tier, "last.ckpt") == ["last.ckpt"]
     else:
-        files = ["manifest.json", *(f"shard-{rank:05d}.ckpt" for rank in range(after))]
+        files = ["manifest.json", *(f"shard-{rank:05d}.shard" for rank in range(after))]
         assert below(tier, "last.ckpt") == [f"last.ckpt/{file}" for file in files]
         assert all(tier.read(f"last.ckpt/{file}") == tier.read(step_prefix("r", SECOND) + file) for file in files), (
             "files of the earlier step are left"
@@ -176,8 +176,8 @@ def test_a_sharded_name_loses_its_manifest_before_its_first_shard_changes(tier: 
     changes = [(call.verb, call.key.rpartition("/")[2]) for call in seen.calls("alias", "delete")]
     assert changes == [
         ("delete", "manifest.json"),
-        ("alias", "shard-00000.ckpt"),
-        ("alias", "shard-00001.ckpt"),
+        ("alias", "shard-00000.shard"),
+        ("alias", "shard-00001.shard"),
         ("alias", "manifest.json"),
     ]
 
@@ -365,7 +365,7 @@ def test_a_deleted_name_leaves_the_step_and_a_deleted_step_leaves_a_copy_of_the_
     give_name(tier, found, "last.ckpt")
     os.link(tier.path("last.ckpt"), tmp_path / "mine.ckpt")
     assert delete_names(tier, "r", ["last.ckpt"]) == ["last.ckpt"]
-    assert tier.read(step_prefix("r", FIRST) + "shard-00000.ckpt")
+    assert tier.read(step_prefix("r", FIRST) + "shard-00000.shard")
     for info in list(tier.list("")):
         tier.delete(info.key)
     assert torch.load(tmp_path / "mine.ckpt", weights_only=True) == {}

@@ -123,7 +123,7 @@ def test_an_odd_event_log_is_not_waited_for(kind: str, tmp_path: Path, caplog: p
 
 def steps(tier: LocalTier, *numbers: int) -> None:
     for number in numbers:
-        tier.put_bytes(step_prefix("r", StepId(number, 1, "0a0b0c")) + "shard-00000.ckpt", b"x")
+        tier.put_bytes(step_prefix("r", StepId(number, 1, "0a0b0c")) + "shard-00000.shard", b"x")
 
 
 @pytest.fixture

@@ -79,7 +79,7 @@ def test_a_file_with_the_record_of_another_step_has_none(tmp_path: Path) -> None
 def test_a_step_that_several_agents_commit_has_none_in_its_files(tmp_path: Path, shape: dict[str, Any]) -> None:
     save_steps(tmp_path, 3, **shape)
     (folder,) = step_dirs(tmp_path).values()
-    assert OWN_RECORD not in torch._C.PyTorchFileReader(os.fspath(folder / "shard-00000.ckpt")).get_all_records()
+    assert OWN_RECORD not in torch._C.PyTorchFileReader(os.fspath(folder / "shard-00000.shard")).get_all_records()
 
 
 def test_torch_does_not_mind_it(tmp_path: Path) -> None:

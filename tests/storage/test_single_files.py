@@ -36,7 +36,10 @@ from resiliency.testing.checkpoints import (
 def picture(folder: Path) -> dict[str, Any]:
     """Inode and bytes of all files of the steps, and of the names."""
     found = [path for step in step_dirs(folder).values() for path in step.iterdir()]
-    return {str(path): (path.stat().st_ino if path.suffix == ".ckpt" else 0, path.read_bytes()) for path in found}
+    return {
+        str(path): (path.stat().st_ino if path.suffix in (".ckpt", ".shard") else 0, path.read_bytes())
+        for path in found
+    }
 
 
 def test_a_folder_that_was_dropped_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -71,10 +74,10 @@ def test_an_older_step_whose_file_was_deleted_is_gone_afterwards(tmp_path: Path)
 
 
 def test_a_step_whose_other_link_was_deleted_is_still_its_file(tmp_path: Path) -> None:
-    """A script that deletes all old "*.ckpt" below the folder, hidden or not, deletes one of the two."""
+    """A script that deletes old files below the folder, hidden or not, may delete one of the two."""
     save_steps(tmp_path, 1, 2, 3)
     for step in (1, 2):
-        (step_dir(tmp_path, RUN, step) / "shard-00000.ckpt").unlink()
+        (step_dir(tmp_path, RUN, step) / "shard-00000.shard").unlink()
     (tmp_path / "step=1.ckpt").unlink()
     shutil.copy(tmp_path / "step=3.ckpt", tmp_path / "step=1.ckpt")  # not this step
     assert drop_folders(LocalTier(tmp_path), RUN) == ""
@@ -125,7 +128,7 @@ def test_other_runs_stay(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, name="a{step}.ckpt")
     save_steps(tmp_path, 1, name="b{step}.ckpt", run="other")
     assert drop_folders(LocalTier(tmp_path), RUN) == ""
-    assert os.listdir(tmp_path / META_DIR) == ["other"]
+    assert sorted(os.listdir(tmp_path / META_DIR)) == [".gitignore", "other"]
     assert [file.name for file in find_single_files(str(tmp_path), RUN)] == ["a1.ckpt"]
     assert restore_folders(LocalTier(tmp_path), RUN) == 1
     assert len(step_dirs(tmp_path, "other")) == 1

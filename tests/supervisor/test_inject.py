@@ -130,10 +130,11 @@ def test_a_filled_disk_is_emptied_again(tmp_path: Path) -> None:
     assert sizes == [3 * 1024 * 1024 + 1] and not list(tmp_path.iterdir())
 
 
-def test_one_bit_of_one_committed_file_is_flipped_and_only_with_yes(tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize("ending", ["ckpt", "shard"])
+def test_one_bit_of_one_committed_file_is_flipped_and_only_with_yes(tmp_path: Path, capsys, ending: str) -> None:
     step = tmp_path / ".resiliency" / "run" / "step"
     step.mkdir(parents=True)
-    shard = step / "shard-00000.ckpt"
+    shard = step / f"shard-00000.{ending}"
     shard.write_bytes(bytes(1000))
     arguments = ["corrupt", "--folder", str(tmp_path), "--seed", "5"]
     with pytest.raises(SystemExit):

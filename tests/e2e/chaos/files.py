@@ -115,7 +115,7 @@ class Files:
         try:
             names = sorted(os.listdir(folder))
             # Half of the damages hit the state, which is nearly all of a step.
-            name = "shard-00000.ckpt" if size < 0.5 else names[int(size * len(names))]
+            name = "shard-00000.shard" if size < 0.5 else names[int(size * len(names))]
             fd = os.open(folder / name, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return False  # deleted just now
@@ -123,7 +123,7 @@ class Files:
             if not (folder / name).exists() or not os.path.samestat(os.fstat(fd), os.stat(folder / name)):
                 return False  # the file is another step's by now; as long as it is open, it cannot become one
             self._damaged.add(key)
-            self._ledger.write("damage", keys=[key], file=name, head=name == "shard-00000.ckpt")
+            self._ledger.write("damage", keys=[key], file=name, head=name == "shard-00000.shard")
             how(fd, os.fstat(fd).st_size, (size * 7919) % 1)
         except FileNotFoundError:
             return False

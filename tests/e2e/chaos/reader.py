@@ -124,7 +124,7 @@ class _Reader:
         steps = committed_folders(self._directory)
         if not steps:
             raise _Gone("no step")
-        path = steps[self._chance.choice(sorted(steps))] / "shard-00000.ckpt"
+        path = steps[self._chance.choice(sorted(steps))] / "shard-00000.shard"
         return self._stock(path, mapped=True)
 
     def _stock(self, path: Path, *, mapped: bool = False) -> _Read:

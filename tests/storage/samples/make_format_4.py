@@ -1,4 +1,4 @@
-"""Writes the sample of format 3 that lies beside this file: ``python -m tests.storage.samples.make_format_3 DIR``."""
+"""Writes the sample of format 4 that lies beside this file: ``python -m tests.storage.samples.make_format_4 DIR``."""
 
 from __future__ import annotations
 
@@ -113,6 +113,7 @@ def write(directory: Path) -> None:
     run_ranks(2, work_together)
     with make_checkpointer(local, run="alone", options=replace(QUICK, lazy_bytes=64)) as checkpointer:
         checkpointer.save(10, state(10), per_rank=per_rank(10, 0), names=["alone=10.ckpt"])
+    (directory / ".resiliency" / ".gitignore").unlink()  # or the sample could not be added
     for run in ("pretrain", "sharded"):
         for folder in ("files", "events", "logs", "fetch"):
             shutil.rmtree(directory / ".resiliency" / run / folder, ignore_errors=True)
