@@ -30,7 +30,8 @@ _CANNOT = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EBADF, 
 def give_own_files(paths: Sequence[str], *, through: str) -> list[str]:
     """Replaces all but the first of several names of one file by copies. Names that are not this file are left alone.
 
-    A copy has the times and the mode of the file. It appears whole and fsynced. Where the file system can share blocks
+    A copy has the times and the mode of the file. It appears whole and fsynced, and not if the file was written while
+    it was made. Where the file system can share blocks
     (XFS, Btrfs), it takes no room. When there is no room for a copy, the names stay one file.
 
     Blocks: for the copies, about a second per GiB and name.
@@ -56,7 +57,11 @@ def give_own_files(paths: Sequence[str], *, through: str) -> list[str]:
             if _is(path, fd):
                 temp = os.path.join(through, partial_name())
                 try:
+                    before = _version(fd)
                     _copy(fd, paths[0], temp)
+                    if _version(fd) != before:
+                        logger.info("%s and %s stay one file: it was written meanwhile", paths[0], path)
+                        break
                     if _put(temp, path, fd):
                         copies.append(path)
                 except OSError as error:
@@ -77,6 +82,13 @@ def give_own_files(paths: Sequence[str], *, through: str) -> list[str]:
     return copies
 
 
+def _version(fd: int) -> tuple[int, int]:
+    """Differs after a program has written into the file, as ``torch.save`` to one of its names does: a copy may then
+    mix old and new bytes."""
+    found = os.fstat(fd)
+    return found.st_size, found.st_mtime_ns
+
+
 def _is(path: str, fd: int) -> bool:
     try:
         return os.path.samestat(os.lstat(path), os.fstat(fd))
@@ -90,8 +102,10 @@ def _copy(source: int, path: str, temp: str) -> None:
         found, at = os.fstat(source), 0
         while at < found.st_size:
             count = _copy_piece(source, target, min(_PIECE, found.st_size - at), at)
+            if not count and os.fstat(source).st_size < found.st_size:
+                return  # a program has written into it; the caller notices
             if not count:
-                raise OSError(errno.EIO, "it became shorter while it was copied", path)
+                raise OSError(errno.EIO, "it ends before its size", path)
             at += count
         os.fchmod(target, stat.S_IMODE(found.st_mode))
         os.utime(target, ns=(found.st_atime_ns, found.st_mtime_ns))

@@ -148,6 +148,32 @@ def test_a_file_that_a_program_puts_there_meanwhile_stays(
     assert (tmp_path / "last.ckpt").read_bytes() == b"of another program" and os.listdir(through) == []
 
 
+@pytest.mark.parametrize("nbytes", [1000, 20_000, 30_000])
+def test_what_a_script_writes_while_it_is_copied_is_not_replaced_by_a_mixture(
+    nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [str(tmp_path / name) for name in ("best.ckpt", "last.ckpt", "third.ckpt")]
+    Path(names[0]).write_bytes(b"a" * 20_000)
+    os.utime(names[0], ns=(5_000_000_000, 7_000_000_000))
+    for name in names[1:]:
+        os.link(names[0], name)
+    through = tmp_path / "through"
+    through.mkdir()
+    monkeypatch.setattr(own_files, "_PIECE", 4096)
+    real, pieces = own_files._copy_piece, []
+
+    def write_too(source: int, target: int, count: int, at: int) -> int:
+        pieces.append(at)
+        if len(pieces) == 3:
+            Path(names[1]).write_bytes(b"b" * nbytes)  # in place, as torch.save does
+        return real(source, target, count, at)
+
+    monkeypatch.setattr(own_files, "_copy_piece", write_too)
+    assert give_own_files(names, through=str(through)) == []
+    assert len(pieces) >= 3 and Path(names[1]).read_bytes() == b"b" * nbytes
+    assert not os.listdir(through)
+
+
 def test_a_file_system_that_cannot_exchange_gets_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
     monkeypatch.setattr(own_files, "exchange", lambda one, other: False)
