@@ -85,8 +85,8 @@ class Checkpointer:
         options: further settings.
         sinks: additional places for events; the log below the directory is always written.
 
-    Threads: call every method from the training thread. Two background threads: one copies, one receives the agent's
-    messages.
+    Threads: call every method from the training thread. Background threads: one copies, one receives the agent's
+    messages, and, where the ranks have several agents, one asks the job's store which parts are recorded.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Checkpointer:
                 arena=arena,
                 copier=copier,
             ),
-            schedule=RemoteSchedule(self._remotes, coordinator),
+            schedule=RemoteSchedule(self._remotes, saves.counts if self.world_size > 1 else coordinator),
             restorer=Restorer(
                 session=session,
                 coordinator=coordinator,
@@ -518,7 +518,11 @@ class Checkpointer:
         return in_flight is not None and in_flight.snapshot is not None
 
     def poll(self) -> list[Outcome]:
-        """Outcomes of earlier saves since the last call. Collective: no. Blocks: no."""
+        """Outcomes of earlier saves since the last call.
+
+        Collective: no. Blocks: no; on several hosts without a shared folder, up to 5 ms for the job's store while a
+        save waits for the other hosts' parts.
+        """
         if self._opened is None or self._is_forked:
             return []
         saves = self._opened.saves
@@ -649,6 +653,7 @@ class Checkpointer:
             # done.
             session.client.close(timeout_s=idle_s, others_s=idle_s if session.client.config.only_files else 0.0)
             parts.saves.process_messages()
+            parts.saves.close()
             parts.saves.summarise()
             session.events.close()
 

@@ -25,7 +25,7 @@ def main(words: Sequence[str]) -> int:
         words: the words of the command line after ``inject``.
 
     Returns:
-        The exit status: 0 when the last fault was put in, 1 when it could not be, 130 after Ctrl-C.
+        The exit status: 0 when every fault was put in, 1 when one could not be, 130 after Ctrl-C.
 
     Raises:
         SystemExit: with 2, for wrong arguments.
@@ -57,7 +57,6 @@ def main(words: Sequence[str]) -> int:
             threading.Event().wait(max(0.0, began_s + moment_s - time.monotonic()))
             try:
                 injector.inject(fault)
-                status = 0
             except (ResiliencyError, OSError) as error:
                 print(f"resiliency inject: {error}", file=sys.stderr)
                 status = 1

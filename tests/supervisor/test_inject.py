@@ -165,6 +165,23 @@ def test_faults_that_lack_something_are_refused() -> None:
         Target(state_dir="/nowhere", host="h").ranks()
 
 
+@pytest.mark.parametrize("failed", [0, 1, 2])
+def test_the_exit_status_is_1_when_one_of_several_faults_could_not_be_put_in(
+    monkeypatch: pytest.MonkeyPatch, failed: int
+) -> None:
+    """It was that of the last fault: a soak whose other faults had all failed counted as done."""
+    tried = []
+
+    def inject(self: Injector, fault: Fault) -> None:
+        tried.append(fault)
+        if len(tried) == failed:
+            raise ConfigError("no ranks run here")
+
+    monkeypatch.setattr(Injector, "inject", inject)
+    assert main(["kill", "--count", "2", "--heartbeats", "/nowhere"]) == (1 if failed else 0)
+    assert len(tried) == 2, "the others are put in all the same"
+
+
 def test_moments() -> None:
     assert list(moments(at_s=2, every_s=0, count=0)) == [2]
     assert list(moments(at_s=1, every_s=3, count=3)) == [1, 4, 7]
