@@ -66,6 +66,9 @@ _PREPARE_S, _PREPARE_BYTES_PER_S = 10.0, 100e6
 _OTHERS_S = 30.0
 #: Seconds that close waits for an agent to exit: one that has nothing left to do, and one that has uploads to finish.
 _IDLE_AGENT_S, _BUSY_AGENT_S = 10.0, 0.5
+#: The same for an agent that gives names files of their own at the end: a second per GiB and name. A script that writes
+#: into such a file right after the fit must not meet the copy.
+_FILES_AGENT_S = 120.0
 #: Seconds that close waits for the agent on a rank that failed; the agent itself waits for the other ranks.
 _FAILED_S = 2.0
 #: Seconds that close waits for the traces of saves to be written.
@@ -85,8 +88,8 @@ class Checkpointer:
         options: further settings.
         sinks: additional places for events; the log below the directory is always written.
 
-    Threads: call every method from the training thread. Background threads: one copies, one receives the agent's
-    messages, and, where the ranks have several agents, one asks the job's store which parts are recorded.
+    Threads: call every method from the training thread. Two background threads: one copies, one receives the agent's
+    messages.
     """
 
     def __init__(
@@ -193,7 +196,7 @@ class Checkpointer:
                 arena=arena,
                 copier=copier,
             ),
-            schedule=RemoteSchedule(self._remotes, saves.counts if self.world_size > 1 else coordinator),
+            schedule=RemoteSchedule(self._remotes, coordinator),
             restorer=Restorer(
                 session=session,
                 coordinator=coordinator,
@@ -518,11 +521,7 @@ class Checkpointer:
         return in_flight is not None and in_flight.snapshot is not None
 
     def poll(self) -> list[Outcome]:
-        """Outcomes of earlier saves since the last call.
-
-        Collective: no. Blocks: no; on several hosts without a shared folder, up to 5 ms for the job's store while a
-        save waits for the other hosts' parts.
-        """
+        """Outcomes of earlier saves since the last call. Collective: no. Blocks: no."""
         if self._opened is None or self._is_forked:
             return []
         saves = self._opened.saves
@@ -647,13 +646,14 @@ class Checkpointer:
             parts.arena.close()
             session.client.send(Bye(finished=reason == "finished"))
             idle_s = _IDLE_AGENT_S if done else _BUSY_AGENT_S
+            if done and session.client.config.only_files:
+                idle_s = _FILES_AGENT_S
             if reason != "finished" and self.world_size > 1:
                 idle_s = min(idle_s, _FAILED_S)
             # Where the agent removes its folder at the end, a script that lists the directory afterwards must find that
             # done.
             session.client.close(timeout_s=idle_s, others_s=idle_s if session.client.config.only_files else 0.0)
             parts.saves.process_messages()
-            parts.saves.close()
             parts.saves.summarise()
             session.events.close()
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 from resiliency.checkpoint._pages import view
 from resiliency.checkpoint.copy_sources import Sources
+from resiliency.errors import Timeout
 from resiliency.storage.blocks import Blocks, new_digest
 
 __all__ = ["Comparison"]
+
+#: Seconds after which a thread that has not compared a block hangs; a block takes milliseconds.
+_BLOCK_S = 60.0
 
 
 class Comparison:
@@ -27,25 +32,27 @@ class Comparison:
     ) -> None:
         self._sources, self._address, self._blocks, self._digests = sources, address, blocks, digests
         self._left = list(reversed(mine))  # the next block is the last entry
-        self._running = 0
+        # One for each block that was begun, held while it is read. The training thread may be interrupted (Ctrl-C) at
+        # any moment; a lock, unlike a condition, is entered and left in C, so none stays held then.
+        self._begun: list[threading.Lock] = []
         self._changed: set[int] = set()
-        self._lock = threading.Condition()
+        self._stopped = False
 
     def work(self) -> bool:
         """Compares one block. Returns False when no block is left to start. Blocks: for the block."""
-        with self._lock:
-            if not self._left:
+        reading = threading.Lock()
+        with reading:
+            self._begun.append(reading)  # before the block is taken, so that others wait for it
+            try:
+                index = self._left.pop()
+            except IndexError:
                 return False
-            index = self._left.pop()
-            self._running += 1
-        changed: set[int] = set()
-        try:
-            changed = self._changed_in(index)
-        finally:
-            with self._lock:
-                self._changed |= changed
-                self._running -= 1
-                self._lock.notify_all()
+            try:
+                self._changed |= self._changed_in(index)
+            except BaseException:
+                if not self._stopped:
+                    self._left.append(index)  # for another thread
+                raise
         return True
 
     def _changed_in(self, index: int) -> set[int]:
@@ -60,15 +67,34 @@ class Comparison:
 
     def changed(self) -> list[int]:
         """Numbers of the storages whose bytes differ from those in the file, in order; of those compared, if
-        :meth:`stop` was called meanwhile. Blocks: until all blocks are compared."""
-        while self.work():
-            continue
-        with self._lock:
-            self._lock.wait_for(lambda: not self._running)
-            return sorted(self._changed)
+        :meth:`stop` was called meanwhile. Blocks: until all blocks are compared.
+
+        Raises:
+            Timeout: another thread has not finished a block within a minute.
+        """
+        self._work_and_wait()
+        while self._left:  # another thread was interrupted in its block
+            self._work_and_wait()
+        return sorted(self._changed)
 
     def stop(self) -> None:
-        """Starts no further block. Blocks: until no tensor is read any more, for a block at most. Idempotent."""
-        with self._lock:
-            self._left.clear()
-            self._lock.wait_for(lambda: not self._running)
+        """Starts no further block. Blocks: until no tensor is read any more, for a block at most. Idempotent.
+
+        Raises:
+            Timeout: as :meth:`changed`.
+        """
+        self._stopped = True
+        self._left.clear()
+        self._await_begun()
+
+    def _work_and_wait(self) -> None:
+        while self.work():
+            continue
+        self._await_begun()
+
+    def _await_begun(self) -> None:
+        deadline = time.monotonic() + _BLOCK_S
+        for reading in list(self._begun):
+            if not reading.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                raise Timeout(f"the thread at the fence did not compare its block within {_BLOCK_S:.0f} s")
+            reading.release()

@@ -21,7 +21,6 @@ from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.save_health import SaveHealth
 from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.session import Session
-from resiliency.checkpoint.shared_counts import SharedCounts
 from resiliency.checkpoint.snapshot import Snapshot
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
 from resiliency.errors import TierError, TornSnapshot
@@ -40,12 +39,6 @@ _COUNT_EVERY_S = 0.05
 #: Seconds after which the agent is asked about a step that this rank has recorded and that is not committed: when ranks
 #: do their agents' work themselves, another rank's agent may have committed it.
 _ASK_EVERY_S = 0.25
-#: Seconds that a poll waits for the store's answers, which take some 20 to 500 us; later ones are for the next poll.
-_ANSWER_S = 0.005
-#: Seconds without an answer after which it is said that the store does not answer.
-_SILENT_S = 10.0
-#: Seconds that close waits for the store to take what was counted.
-_CLOSE_S = 2.0
 #: Added to that count by a rank that gives up its part: larger than any number of ranks.
 _GIVEN_UP = 1 << 32
 
@@ -83,14 +76,11 @@ class SaveTracker:
 
     def __init__(self, *, session: Session, coordinator: Coordinator) -> None:
         self._session, self._coordinator = session, coordinator
-        #: The coordinator's counters.
-        self.counts = SharedCounts(coordinator)
         self._rank = coordinator.rank
         self._counted = not session.together and coordinator.world_size > 1
         self._tickets: dict[StepId, Ticket] = {}
         self._serials: dict[int, int] = {}
         self._uncounted: set[StepId] = set()
-        self._silent = False  # the store has not answered for long, and that was said
         self._asks = session.client.config.shared and not self._counted and coordinator.world_size > 1
         self._awaited: dict[StepId, float] = {}  # not committed yet -> monotonic seconds when to ask next
         self._outcomes: list[Outcome] = []
@@ -190,47 +180,21 @@ class SaveTracker:
         """True while a save waits for records of other agents' ranks, for which the shared counter must be read."""
         return bool(self._uncounted)
 
-    def process_messages(self, *, answer_s: float = _ANSWER_S) -> None:
-        """Handles all messages received from the agent, and the failure of a copy.
-
-        Blocks: no; while a save waits for other agents' ranks, up to ``answer_s`` for the store, but not for a request
-        that an earlier call has waited for.
-        """
+    def process_messages(self) -> None:
+        """Handles all messages received from the agent, and the failure of a copy. Blocks: no, but for requests to the
+        store."""
         if self.in_flight is not None and self.in_flight.failure is not None:
             failure = self.in_flight.failure
             self.torn += isinstance(failure, TornSnapshot)
             self.skipped += isinstance(failure, TierError)  # no file could be made, so nothing was copied
             self.fail(self.in_flight, _why(failure), kind=type(failure).__name__)
-        slow = self.counts.unanswered_s > 0
         for message in self._session.client.poll():
             self._process(message)
         self._ask()
-        for step in self._uncounted:
-            self._count(step, 0)
-        if self._uncounted and not slow:
-            self.counts.wait(answer_s)
-        self._take_counts()
-
-    def _take_counts(self) -> None:
-        """Handles the counts that the store has answered, or that it does not answer."""
-        try:
-            counts = self.counts.take()
-        except RuntimeError as error:
-            self._forget_others(
-                f"the job's store does not answer ({error}); no longer waiting for records of other hosts"
-            )
-            return
-        silent = self.counts.unanswered_s > _SILENT_S
-        if silent and not self._silent:
-            logger.warning(
-                "rank %d: the job's store has not answered for %.0f s (its host hangs or is cut off); training goes on,"
-                " but a save is not committed until the store says that every host has recorded its part",
-                self._rank,
-                _SILENT_S,
-            )
-        self._silent = silent
         for step in sorted(self._uncounted):
-            recorded = counts.get(_topic(step), 0)
+            recorded = self._count(step, 0)
+            if recorded is None:
+                return
             if recorded >= _GIVEN_UP:
                 self._given_up(step)
             elif recorded >= self._coordinator.world_size:
@@ -240,11 +204,10 @@ class SaveTracker:
 
     def wait(self, timeout_s: float) -> None:
         """Blocks until a message comes, at most ``timeout_s``, or 50 or 250 ms while waiting for other ranks; then
-        handles the messages received, which waits up to 50 ms for the store."""
-        deadline = time.monotonic() + timeout_s
+        handles the messages received."""
         pause = _COUNT_EVERY_S if self._uncounted else _ASK_EVERY_S if self._awaited else timeout_s
         self._session.client.wait_message(min(timeout_s, pause))
-        self.process_messages(answer_s=max(_ANSWER_S, min(_COUNT_EVERY_S, deadline - time.monotonic())))
+        self.process_messages()
 
     def _ask(self) -> None:
         now = time.monotonic()
@@ -252,22 +215,25 @@ class SaveTracker:
             self._awaited[step] = now + _ASK_EVERY_S
             self._session.client.send(Complete(id=step))
 
-    def _count(self, step: StepId, amount: int) -> None:
-        """Requests to add to the number of ranks that have recorded a save. Blocks: no."""
-        self.counts.request(_topic(step), amount)
+    def _count(self, step: StepId, amount: int) -> int | None:
+        """Adds to the number of ranks that have recorded a save, and returns it.
 
-    def _forget_others(self, why: str) -> None:
-        """Stops waiting for records of other hosts: the store fails (rank 0 has exited)."""
-        logger.info("rank %d: %s", self._rank, why)
-        waiting, self._uncounted = self._uncounted, set()
-        if self._session.client.config.shared:
-            # In a shared folder the agent itself sees which steps have all records.
-            for other in sorted(waiting):
-                self._session.client.send(Complete(id=other))
-
-    def close(self) -> None:
-        """Lets the other ranks know what was counted; call it at the end. Blocks: up to 2 s for the store."""
-        self.counts.close(_CLOSE_S)
+        None when the store does not answer (rank 0 has exited); then this rank stops waiting for other ranks.
+        """
+        try:
+            return self._coordinator.count(f"recorded/{step.dirname}", amount)
+        except RuntimeError as error:  # what every torch store raises
+            logger.info(
+                "rank %d: the job's store does not answer (%s); no longer waiting for records of other hosts",
+                self._rank,
+                error,
+            )
+            waiting, self._uncounted = self._uncounted, set()
+            if self._session.client.config.shared:
+                # In a shared folder the agent itself sees which steps have all records.
+                for other in sorted(waiting):
+                    self._session.client.send(Complete(id=other))
+            return None
 
     def _give_up(self, step: StepId, reason: str) -> None:
         """Tells the agent, and the ranks that wait for this rank's part, that the part will not come."""
@@ -366,10 +332,6 @@ class SaveTracker:
                 retrying=message.retrying,
             )
         )
-
-
-def _topic(step: StepId) -> str:
-    return f"recorded/{step.dirname}"
 
 
 def _why(failure: BaseException) -> str:

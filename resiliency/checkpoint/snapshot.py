@@ -369,7 +369,7 @@ class Snapshot:
             " lazily"
         )
 
-    def _compare(self) -> TornSnapshot | None:
+    def _compare(self) -> TornSnapshot | Timeout | None:
         """The error for tensors whose values differ from the copied bytes although torch has counted no change; None:
         none.
 
@@ -379,7 +379,10 @@ class Snapshot:
         comparison, watch = self._comparison, self._watch
         if comparison is None or watch is None:
             return None
-        changed = comparison.changed()
+        try:
+            changed = comparison.changed()
+        except Timeout as hangs:
+            return hangs
         if changed and watch.changed(self._quiet_counts(watch)):
             return None  # torch counts a change, so it came after the copy, which was agreed to
         return self._torn(changed, how=" in a way that torch does not count (.data, a kernel of your own)")
@@ -397,7 +400,10 @@ class Snapshot:
     def _stop_comparison(self) -> None:
         comparison, self._comparison = self._comparison, None
         if comparison is not None:
-            comparison.stop()
+            try:
+                comparison.stop()
+            except Timeout as hangs:
+                logger.warning("%s", hangs)
 
     def let_go(self, storage: UntypedStorage) -> None:
         """Returns when the memory of this storage is not read any more: the copy has ended, and no comparison will

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
+from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import RemoteTierOptions
 from resiliency.storage.interval import crossed
 
@@ -15,27 +15,17 @@ __all__ = ["RemoteSchedule"]
 logger = logging.getLogger(__name__)
 
 
-class Counts(Protocol):
-    """Counters that the ranks share."""
-
-    rank: int
-
-    def count(self, topic: str, amount: int) -> int:
-        """Adds to a counter and returns its new value. Raises RuntimeError: the store does not answer."""
-        ...
-
-
 class RemoteSchedule:
     """Schedules saves for the remote tiers. Thread: training.
 
     Args:
         remotes: the tiers.
-        counts: carry rank 0's decisions for intervals in time; no rank waits for another one.
+        coordinator: its counters carry rank 0's decisions for intervals in time; no rank waits for another one.
     """
 
-    def __init__(self, remotes: Sequence[RemoteTierOptions], counts: Counts) -> None:
+    def __init__(self, remotes: Sequence[RemoteTierOptions], coordinator: Coordinator) -> None:
         self._remotes = tuple(remotes)
-        self._counts = counts
+        self._coordinator = coordinator
         self._last_sent: dict[str, int | None] = {}
         self._last_sent_at: dict[str, float] = {}
         self._saves = 0
@@ -61,17 +51,17 @@ class RemoteSchedule:
         # Rank 0 decided at the previous save, and every rank reads the decision now, at least one step later.
         topic = f"clock/{remote.name}/"
         try:
-            wanted = self._saves == 0 or self._counts.count(f"{topic}{self._saves}", 0) > 0
-            if self._counts.rank == 0:
+            wanted = self._saves == 0 or self._coordinator.count(f"{topic}{self._saves}", 0) > 0
+            if self._coordinator.rank == 0:
                 now = time.monotonic()
                 if wanted:
                     self._last_sent_at[remote.name] = now
                 if now - self._last_sent_at.get(remote.name, now) >= interval.time.total_seconds():
-                    self._counts.count(f"{topic}{self._saves + 1}", 1)
-        except RuntimeError as error:  # rank 0 has exited, or the store's host hangs
+                    self._coordinator.count(f"{topic}{self._saves + 1}", 1)
+        except RuntimeError as error:  # what every torch store raises when rank 0 has exited
             logger.info(
                 "rank %d: cannot read whether this save is due for tier %s (%s); it is not uploaded there",
-                self._counts.rank,
+                self._coordinator.rank,
                 remote.name,
                 error,
             )

@@ -20,7 +20,7 @@ from resiliency.checkpoint.comparison import Comparison
 from resiliency.checkpoint.copier import Copier
 from resiliency.checkpoint.copy_sources import CopyTask, Sources
 from resiliency.checkpoint.snapshot import Job, Snapshot
-from resiliency.errors import TornSnapshot
+from resiliency.errors import Timeout, TornSnapshot
 from resiliency.storage.blocks import Blocks, block_digest
 
 BLOCK = 4096
@@ -151,15 +151,40 @@ def test_after_stop_no_tensor_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     helper.join(10)
 
 
-def test_a_block_that_cannot_be_read_does_not_keep_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreadable(self: Comparison, index: int) -> set[int]:
-        raise ValueError("no source fills it")
+def test_a_block_in_which_a_thread_was_interrupted_is_compared_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Comparison, index: int) -> set[int]:
+        raise KeyboardInterrupt
+
+    copied = Copied()
+    copied.tensors[0].numpy()[0] += 1  # in the block that is begun first
+    comparison = copied.comparison()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Comparison, "_changed_in", interrupted)
+        comparison.work()
+    assert comparison.changed() == [0]
+
+
+def test_a_thread_that_hangs_in_its_block_is_waited_for_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hangs(self: Comparison, index: int) -> set[int]:
+        inside.set()
+        go_on.wait(30)
+        return set()
 
     comparison = Copied().comparison()
-    with monkeypatch.context() as patched, pytest.raises(ValueError, match="no source"):
-        patched.setattr(Comparison, "_changed_in", unreadable)
-        comparison.work()
-    assert comparison.changed() == []
+    monkeypatch.setattr(comparison_module, "_BLOCK_S", 0.05)
+    with monkeypatch.context() as patched:
+        patched.setattr(Comparison, "_changed_in", hangs)
+        helper = threading.Thread(target=comparison.work)
+        helper.start()
+        assert inside.wait(10)
+    with pytest.raises(Timeout, match="did not compare its block"):
+        comparison.changed()
+    with pytest.raises(Timeout, match="did not compare its block"):
+        comparison.stop()
+    go_on.set()
+    helper.join(10)
 
 
 # -- in a snapshot ------------------------------------------------------------------------------------------------
