@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import dis
 import mmap
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -162,6 +164,40 @@ def test_a_block_in_which_a_thread_was_interrupted_is_compared_by_another(monkey
         patched.setattr(Comparison, "_changed_in", interrupted)
         comparison.work()
     assert comparison.changed() == [0]
+
+
+def test_ctrl_c_at_any_moment_keeps_nobody_waiting() -> None:
+    """Python raises it in the training thread after a call, or at a jump back; not between any two byte codes."""
+    copied = Copied()
+    copied.tensors[0].numpy()[0] += 1
+    before, at, unseen, moments = sys.gettrace(), 0, 0, 1
+    while at < moments:
+        comparison, done_last = copied.comparison(), dict[int, int]()
+        moments = 0
+
+        def interrupt(frame: Any, event: str, argument: Any, limit: int = at, last: dict[int, int] = done_last) -> Any:
+            nonlocal moments
+            frame.f_trace_opcodes = True
+            if event == "opcode" and frame.f_code.co_filename == comparison_module.__file__:
+                done = last.get(id(frame))
+                last[id(frame)] = frame.f_lasti
+                if done is not None and dis.opname[frame.f_code.co_code[done]].startswith(("CALL", "JUMP_BACKWARD")):
+                    moments += 1
+                    if moments > limit:
+                        raise KeyboardInterrupt
+            return interrupt
+
+        try:
+            sys.settrace(interrupt)
+            comparison.work()
+        except KeyboardInterrupt:
+            moments = at + 2  # there may be a later moment
+        finally:
+            sys.settrace(before)
+        unseen += comparison.changed() != [0]
+        at += 1
+    assert at > 10
+    assert unseen <= 1, "more than between the call that takes a block and the note of its number"
 
 
 def test_a_thread_that_hangs_in_its_block_is_waited_for_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
