@@ -289,7 +289,7 @@ def test_the_other_link_of_each_file_is_removed_in_the_order_of_steps(
     restore_folders(LocalTier(tmp_path), "alone")
     save_steps(tmp_path, 30, run="alone", name="new.ckpt")
     seen: list[str] = []
-    monkeypatch.setattr("resiliency.storage.single_files.unlink_in_order", lambda paths: seen.extend(paths))
+    monkeypatch.setattr("resiliency.storage.single_files.unlink_in_order", lambda paths, copies: seen.extend(paths))
     assert drop_folders(LocalTier(tmp_path), "alone") == ""
     assert [os.path.basename(path) for path in seen] == ["shard-00000.ckpt", "shard-00000.shard"]
 
