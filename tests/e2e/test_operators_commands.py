@@ -54,8 +54,8 @@ def test_a_host_is_drained_and_given_back_and_the_job_is_stopped_while_it_trains
     first, _ = cluster.where(1)
     spare = cluster.spare(3)
     cluster.wait_until(lambda: len(cluster.ready()) == 3, "the spare is ready")
+    epoch = cluster.progress()[0]  # before the command, which may return after the swap
     command(cluster, "drain", first, "--reason", "new fan")
-    epoch = cluster.progress()[0]
     cluster.wait_beyond(0, epoch=epoch + 1)
     cluster.wait_until(lambda: cluster.where(1)[0] == spare or cluster.where(0)[0] == spare, "the spare has a rank")
     newest = max(each for each, *_ in cluster.starts())
