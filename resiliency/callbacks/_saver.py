@@ -238,11 +238,13 @@ class CheckpointSaver:
         self._stock_writer.summarise()
         self.engine = None
         try:
-            if self._trainer.is_global_zero:
-                # Before the engine ends, which gives each name that is no symbolic link a file of its own.
-                for linkpath, path in self._links.items():
-                    link_symbolically(linkpath, path)
-            self.session.release(self, close=close_engine)
+            try:
+                if self._trainer.is_global_zero:
+                    # Before the engine ends, which gives each name that is no symbolic link a file of its own.
+                    for linkpath, path in self._links.items():
+                        link_symbolically(linkpath, path)
+            finally:
+                self.session.release(self, close=close_engine)
         except (OSError, RuntimeError):  # Boundary: torch's store raises these when another rank has exited.
             logger.warning(
                 "the checkpoint engine did not close cleanly; the agent finishes the saves it has", exc_info=True

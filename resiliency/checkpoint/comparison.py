@@ -43,6 +43,8 @@ class Comparison:
         reading = threading.Lock()
         with reading:
             self._begun.append(reading)  # before the block is taken, so that others wait for it
+            if self._stopped:
+                return False
             try:
                 index = self._left.pop()
             except IndexError:
@@ -50,8 +52,7 @@ class Comparison:
             try:
                 self._changed |= self._changed_in(index)
             except BaseException:
-                if not self._stopped:
-                    self._left.append(index)  # for another thread
+                self._left.append(index)  # for another thread
                 raise
         return True
 
@@ -73,7 +74,7 @@ class Comparison:
             Timeout: another thread has not finished a block within a minute.
         """
         self._work_and_wait()
-        while self._left:  # another thread was interrupted in its block
+        while self._left and not self._stopped:  # another thread was interrupted in its block
             self._work_and_wait()
         return sorted(self._changed)
 

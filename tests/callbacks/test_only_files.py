@@ -125,6 +125,19 @@ def test_a_script_that_writes_into_the_link_to_the_best_changes_the_best_as_with
     assert found == [(True, "epoch=1-step=12.ckpt")] * 2
 
 
+def test_a_link_that_cannot_be_made_does_not_keep_the_engine_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(linkpath: str, path: str) -> None:
+        raise PermissionError(13, "Permission denied", linkpath)
+
+    monkeypatch.setattr("resiliency.callbacks._saver.link_symbolically", refused)
+    callback = build(PL)(dirpath=tmp_path, save_last="link")
+    make_trainer(PL, [callback], root=tmp_path).fit(make_net(PL), loader())
+    assert everything(tmp_path) == ["epoch=1-step=12.ckpt", "last.ckpt"]
+    assert "did not close cleanly" in caplog.text
+
+
 def test_last_resumes_from_the_newest_file_also_when_that_is_not_called_last(tmp_path: Path) -> None:
     def fit(epochs: int, **settings: Any) -> Any:
         net = make_net(PL)

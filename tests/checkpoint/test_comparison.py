@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,6 +152,31 @@ def test_after_stop_no_tensor_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read.is_set(), "stop returned while a block was being read"
     assert not comparison.work() and comparison.changed() == []
     helper.join(10)
+
+
+def test_a_block_that_an_interrupted_thread_gives_back_after_stop_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    calls: list[int] = []
+
+    def interrupted(self: Comparison, index: int) -> set[int]:
+        calls.append(index)
+        inside.set()
+        assert go_on.wait(10)
+        raise KeyboardInterrupt
+
+    def work() -> None:
+        with suppress(KeyboardInterrupt):
+            comparison.work()
+
+    monkeypatch.setattr(Comparison, "_changed_in", interrupted)
+    comparison = Copied().comparison()
+    helper = threading.Thread(target=work)
+    helper.start()
+    assert inside.wait(10)
+    threading.Timer(0.2, go_on.set).start()
+    comparison.stop()
+    helper.join(10)
+    assert not comparison.work() and comparison.changed() == [] and calls == [0]
 
 
 def test_a_block_in_which_a_thread_was_interrupted_is_compared_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
