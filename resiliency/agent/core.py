@@ -570,7 +570,7 @@ class HostAgent:
         self._after_commit(step)
 
     def _commit_failed(self, step: StepId, error: OSError | TierError | AgentError) -> None:
-        tier, reason = self.config.local.name, str(error)
+        tier, reason = self.config.local.name, f"cannot commit to {self.config.local.address}: {error}"
         if _is_no_room(error) and self._serves_all:
             # It would take up space until a later step is committed, and there may be no space for one.
             self._discard(step, never_whole=True)

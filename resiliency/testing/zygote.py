@@ -74,7 +74,7 @@ class Zygote:
     """Owns the forking process. Thread: any may start workers and wait for them; one closes it.
 
     When the owner ends without closing it, even by SIGKILL, workers and the processes in their groups get SIGTERM, and
-    SIGKILL after five seconds.
+    SIGKILL after five seconds. Processes whose worker has ended before get SIGKILL then.
     """
 
     def __init__(self, preload: Sequence[str], *, log: str = os.devnull, path: Sequence[str] = ()) -> None:
@@ -199,10 +199,11 @@ def _serve(preload: Sequence[str]) -> None:
         ready, _, _ = select.select([0, ended] if open_input else [ended], [], [], patience_s)
         if ended in ready:
             os.read(ended, 4096)
-        while running:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                break
+        for pid in [pid for pid in running if _has_ended(pid)]:
+            if not open_input:
+                # Nobody is left who could end what it has forked. Before it is waited for, the number is still its own.
+                _signal_groups([pid], signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
             running.discard(pid)
             _send({"what": "ended", "pid": pid, "code": os.waitstatus_to_exitcode(status)})
         if time.monotonic() >= kill_at:
@@ -223,6 +224,11 @@ def _serve(preload: Sequence[str]) -> None:
                     _run_worker(json.loads(line))
                 running.add(pid)
                 _send({"what": "started", "pid": pid})
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child has ended; it is not waited for yet."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _signal_groups(workers: Iterable[int], number: signal.Signals) -> None:

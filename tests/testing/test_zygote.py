@@ -59,34 +59,40 @@ def test_a_worker_that_has_ended_before_it_is_looked_at_is_given_all_the_same(
 _OWNER = """
 import signal, sys
 from resiliency.testing.zygote import Zygote
-zygote = Zygote([], path=sys.argv[2:])
-zygote.start("tests.testing.test_zygote:hold", {"path": sys.argv[1]})
+zygote = Zygote([], path=sys.argv[3:])
+zygote.start("tests.testing.test_zygote:hold", {"path": sys.argv[1], "ends": sys.argv[2] == "ends"})
 signal.pause()
 """
 
 
-def hold(*, path: str) -> None:
-    """Says by the end of a file that it has ended, with all that has it open."""
-    with open(path, "w") as file:
-        signal.signal(signal.SIGTERM, lambda *_: (file.write("told to end"), file.flush()))
-        if os.fork() == 0:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        else:
-            file.write("ready, ")
-            file.flush()
-        while True:
-            signal.pause()
+def hold(*, path: str, ends: bool) -> None:
+    """Says by the end of a file that it has ended, with the process that it has forked, which SIGTERM does not end.
+    SIGTERM ends this one if ``ends``."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    file = os.open(path, os.O_WRONLY)
+
+    def told(*_: object) -> None:
+        os.write(file, b"told to end")  # safe in a handler, which a buffered file is not
+        if ends:
+            os._exit(0)
+
+    if os.fork() != 0:
+        signal.signal(signal.SIGTERM, told)
+        os.write(file, b"ready, ")
+    while True:
+        signal.pause()
 
 
 @pytest.mark.long
-def test_workers_whose_owner_was_killed_are_told_to_end_and_then_killed_with_what_they_have_forked(
-    tmp_path: Path,
+@pytest.mark.parametrize("ends", ["ends", "stays"])
+def test_workers_whose_owner_was_killed_are_told_to_end_and_what_they_have_forked_is_killed_after(
+    tmp_path: Path, ends: str
 ) -> None:
     said = tmp_path / "said"
     os.mkfifo(said)
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": root}
-    owner = subprocess.Popen([sys.executable, "-c", _OWNER, str(said), root], env=environment)
+    owner = subprocess.Popen([sys.executable, "-c", _OWNER, str(said), ends, root], env=environment)
     processes: list[psutil.Process] = []
     try:
         with open(said, "rb", buffering=0) as file:
