@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import select
 import signal
@@ -54,6 +55,34 @@ def test_a_worker_that_has_ended_before_it_is_looked_at_is_given_all_the_same(
 
         monkeypatch.setattr(zygote._changed, "wait_for", wait_too_long)
         assert zygote.start("os:getpid", {}).wait(timeout_s=10) == 0
+
+
+def huge_pages() -> int:
+    """Bytes of this process's own memory that are in huge pages."""
+    rollup = Path("/proc/self/smaps_rollup").read_text()
+    return 1024 * int(rollup.split("AnonHugePages:")[1].split()[0])
+
+
+def write_huge_pages(*, path: str) -> None:
+    Path(path).write_text(str(huge_pages()))
+
+
+def kernel_collapses() -> bool:
+    with mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.write(b"x" * len(memory))
+        try:
+            memory.madvise(25)  # MADV_COLLAPSE
+        except OSError:
+            return False
+        return True
+
+
+def test_workers_share_huge_pages_with_the_zygote_where_the_kernel_makes_them_on_demand(tmp_path: Path) -> None:
+    """Otherwise each fork copies an entry for every 4 KiB of what was imported."""
+    found = tmp_path / "found"
+    with Zygote(["torch"], log=str(tmp_path / "log"), path=[str(Path(__file__).parents[2])]) as zygote:
+        assert zygote.start(f"{__name__}:write_huge_pages", {"path": str(found)}).wait(timeout_s=30) == 0
+    assert (int(found.read_text()) > 8 << 20) == kernel_collapses()
 
 
 _OWNER = """
