@@ -29,6 +29,7 @@ from resiliency.agent.config import AgentConfig
 from resiliency.agent.protocol import config_to_json
 from resiliency.launch.channel import receive, send
 from resiliency.launch.forked_function import run_function
+from resiliency.testing.huge_pages import use_huge_pages
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +161,7 @@ def _serve(listener: socket.socket) -> None:
     for name in PRELOAD:
         importlib.import_module(name)
     gc.freeze()
+    use_huge_pages()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks for the status of an agent
     poller = select.poll()
     for fd in (0, listener.fileno()):
@@ -170,22 +172,28 @@ def _serve(listener: socket.socket) -> None:
             return  # its owner is gone
         connection, _ = listener.accept()
         with connection:
-            received = receive(connection)
-            if received is None:
-                continue
-            request, fds = received
-            child = os.fork()
-            if child == 0:
-                listener.close()
-                connection.close()
-                run_function(request, fds)
-            end = os.pidfd_open(child)
             try:
-                send(connection, {"pid": child}, [end])
-            except OSError as error:
-                print(f"agent {child} was forked for a process that is gone: {error}", file=sys.stderr)
-            for fd in (*fds, end):
-                os.close(fd)
+                _answer(connection, listener)
+            except OSError as error:  # who asked was killed, or the agent has ended already: the next one asks, too
+                print(f"an agent could not be handed over: {error}", file=sys.stderr)
+
+
+def _answer(connection: socket.socket, listener: socket.socket) -> None:
+    received = receive(connection)
+    if received is None:
+        return
+    request, fds = received
+    try:
+        child = os.fork()
+        if child == 0:
+            listener.close()
+            connection.close()
+            run_function(request, fds)
+        fds = [*fds, os.pidfd_open(child)]
+        send(connection, {"pid": child}, fds[-1:])
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 if __name__ == "__main__":

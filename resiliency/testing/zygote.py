@@ -13,7 +13,6 @@ restart a job hundreds of times. The forking process itself runs no thread and n
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import importlib
@@ -36,13 +35,12 @@ import psutil
 
 from resiliency.errors import Timeout
 from resiliency.settings import child_environment
+from resiliency.testing.huge_pages import use_huge_pages
 
 __all__ = ["WorkerProcess", "Zygote"]
 
 #: Seconds that workers have to end after the process that started them is gone; then they are killed.
 END_S = 5.0
-_HUGE_PAGE = 2 << 20
-_MADV_COLLAPSE = 25
 
 
 class WorkerProcess:
@@ -189,7 +187,7 @@ def _serve(preload: Sequence[str]) -> None:
         importlib.import_module(name)
     gc.freeze()  # otherwise a collection in a worker would write to, and so copy, every page of what was imported here
     gc.enable()
-    _use_huge_pages()
+    use_huge_pages()
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -228,20 +226,6 @@ def _serve(preload: Sequence[str]) -> None:
                     _run_worker(json.loads(line))
                 running.add(pid)
                 _send({"what": "started", "pid": pid})
-
-
-def _use_huge_pages() -> None:
-    """Moves what was imported to huge pages, where the kernel can (Linux 6.1 and newer). A fork copies the page table
-    entries of all memory, and its end removes them: with 260 MiB in small pages both take 25 ms, in huge ones 7."""
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        where, access, _, _, inode, *name = line.split(maxsplit=5)
-        if access == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
-            begin, end = (int(address, 16) for address in where.split("-"))
-            begin, end = -(-begin // _HUGE_PAGE) * _HUGE_PAGE, end // _HUGE_PAGE * _HUGE_PAGE
-            if begin < end:
-                madvise(begin, end - begin, _MADV_COLLAPSE)  # refused by older kernels, and where memory is short
 
 
 def _has_ended(pid: int) -> bool:

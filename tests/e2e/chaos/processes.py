@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from resiliency.agent._command import AGENT_WORD
 from resiliency.testing.zygote import WorkerProcess, Zygote
 from tests.ports import free_port
@@ -51,7 +53,7 @@ class Processes:
     model: str
     jobs: list[RunningJob] = field(default_factory=list)
     readers: list[WorkerProcess] = field(default_factory=list)
-    stopped: list[int] = field(default_factory=list)
+    stopped: dict[int, psutil.Process] = field(default_factory=dict)  # by number, which others may get later
     children: list[int] = field(default_factory=list)
     _number: int = 0
 
@@ -103,13 +105,20 @@ class Processes:
 
     # -- signals --------------------------------------------------------------------------------------------------
 
-    def stop(self, pid: int) -> None:
-        if pid not in self.stopped and send(pid, signal.SIGSTOP):
-            self.stopped.append(pid)
+    def stop(self, pid: int) -> bool:
+        """False when it was stopped already, or has ended."""
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if process != self.stopped.get(pid):
+                process.suspend()
+                self.stopped[pid] = process
+                return True
+        return False
 
     def wake(self, pid: int) -> None:
-        self.stopped.remove(pid)
-        send(pid, signal.SIGCONT)
+        """Nothing, if it has ended: its number may be that of a process which another test has stopped."""
+        with suppress(psutil.NoSuchProcess):
+            self.stopped.pop(pid).resume()
 
     def wake_all(self) -> int:
         woken = list(self.stopped)
@@ -125,8 +134,7 @@ class Processes:
         self.kill([rank.pid for rank in job.alive])
         for rank in job.ranks:
             rank.wait(timeout_s=20)
-            with suppress(ValueError):
-                self.stopped.remove(rank.pid)
+            self.stopped.pop(rank.pid, None)
 
     def running(self) -> list[RunningJob]:
         """Jobs of which a rank is alive and not stopped."""

@@ -266,12 +266,10 @@ class World:
         return self._processes.kill(self._processes.agents()) + len(running) > 0
 
     def _stop(self, pid: int) -> bool:
-        before = len(self._processes.stopped)
-        self._processes.stop(pid)
-        return len(self._processes.stopped) > before
+        return self._processes.stop(pid)
 
     def _wake_one(self, action: Action) -> bool:
-        stopped = self._processes.stopped
+        stopped = list(self._processes.stopped)
         if not stopped:
             return False
         self._processes.wake(stopped[int(action.pick * len(stopped))])
