@@ -186,9 +186,12 @@ def _answer(connection: socket.socket, listener: socket.socket) -> None:
     try:
         child = os.fork()
         if child == 0:
-            listener.close()
-            connection.close()
-            run_function(request, fds)
+            try:
+                listener.close()
+                connection.close()
+                run_function(request, fds)
+            finally:
+                os._exit(1)  # what fails before the function is called must not go on as a second server
         fds = [*fds, os.pidfd_open(child)]
         send(connection, {"pid": child}, fds[-1:])
     finally:

@@ -57,3 +57,12 @@ def wait_ended(processes: Iterable[psutil.Process], *, timeout_s: float) -> list
         finally:
             os.close(fd)
     return running
+
+
+def wait_stopped(pid: int) -> None:
+    """Returns once a process that got SIGSTOP has stopped. One of low priority goes on until it has its next turn, which
+    on a busy machine is later."""
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
+        assert time.monotonic() < deadline, "the process did not stop"
+        time.sleep(0.02)

@@ -75,7 +75,7 @@ class Zygote:
     """Owns the forking process. Thread: any may start workers and wait for them; one closes it.
 
     When the owner ends without closing it, even by SIGKILL, workers and the processes in their groups get SIGTERM, and
-    SIGKILL after five seconds. Processes whose worker has ended before get SIGKILL then.
+    SIGKILL after five seconds, or as soon as the worker of their group has ended.
     """
 
     def __init__(self, preload: Sequence[str], *, log: str = os.devnull, path: Sequence[str] = ()) -> None:

@@ -30,6 +30,7 @@ from resiliency.errors import ConfigError
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state, step_dirs
 from resiliency.testing.zygote import WorkerProcess, Zygote
+from tests.processes import wait_stopped
 from tests.zygote import start_script
 
 SOON = timedelta(seconds=30)
@@ -180,13 +181,6 @@ else:
     state = torch.load(name, weights_only=False)
 print(int(state["step"]), sorted({int(t.min()) for t in state["w"]} | {int(t.max()) for t in state["w"]}), flush=True)
 """
-
-
-def wait_stopped(pid: int) -> None:
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
-        assert time.monotonic() < deadline, "the process did not stop"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("how", ["mapped", "open", "in the middle of a load"])

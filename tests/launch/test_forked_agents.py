@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from resiliency.agent._command import AGENT_WORD
 from resiliency.checkpoint import Checkpointer
 from resiliency.checkpoint.options import LocalTierOptions
 from tests.launch.launching import wait_for
-from tests.processes import wait_ended
+from tests.processes import wait_ended, wait_stopped
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -65,15 +64,6 @@ def agents(directory: Path) -> list[psutil.Process]:
     return found
 
 
-def stop(agent: psutil.Process) -> None:
-    """Returns once it has stopped: it has a low priority, and on a busy machine goes on until it has its next turn."""
-    agent.suspend()
-    deadline = time.monotonic() + 60
-    while agent.status() != psutil.STATUS_STOPPED:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def newest(directory: Path) -> int:
     with Checkpointer(LocalTierOptions(directory=str(directory)), rank=0, world_size=1) as checkpointer:
         restored = checkpointer.load()
@@ -110,7 +100,8 @@ def test_an_agent_outlives_a_launcher_that_is_killed_and_ends_by_itself(launch: 
     job = launch(SAVING, "--nproc-per-node", 1, arguments=[tmp_path])
     rank = psutil.Process(int(wait_for(tmp_path / "saved-0-1")))
     (agent,) = agents(tmp_path)
-    stop(agent)  # it is to be there still when the others are gone
+    agent.suspend()  # it is to be there still when the others are gone
+    wait_stopped(agent.pid)
     os.kill(job.pid, signal.SIGKILL)
     assert not wait_ended([rank], timeout_s=30)
     assert agent.is_running() and agent.status() == psutil.STATUS_STOPPED
@@ -123,7 +114,8 @@ def test_a_forked_agent_that_is_stopped_is_killed_and_replaced_by_the_next_attem
     job = launch(SAVING, "--nproc-per-node", 1, "--max-restarts", 1, arguments=[tmp_path])
     rank = int(wait_for(tmp_path / "saved-0-1"))
     (agent,) = agents(tmp_path)
-    stop(agent)
+    agent.suspend()
+    wait_stopped(agent.pid)
     os.kill(rank, signal.SIGKILL)
     wait_for(tmp_path / "saved-1-1")
     assert not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE
