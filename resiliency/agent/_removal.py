@@ -16,7 +16,6 @@ from resiliency.agent.file_pool import FilePool
 from resiliency.errors import AgentError
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.deletion import delete_step
-from resiliency.storage.manifest import META_DIR
 from resiliency.storage.names import delete_names
 from resiliency.storage.single_files import remove_run_folder
 from resiliency.storage.step_id import StepId
@@ -39,7 +38,7 @@ class Remover:
 
     def __init__(self, config: AgentConfig, tier: LocalTier, pool: FilePool, fence: Fence) -> None:
         self._config, self._tier, self._pool, self._fence = config, tier, pool, fence
-        self._run = os.path.join(config.local.address, META_DIR, config.run)
+        self._run = config.run_folder
 
     def owns(self, rank: int) -> bool:
         """True when this agent deletes the files of a rank: those of its own ranks, and for rank 0's agent also those
@@ -55,7 +54,7 @@ class Remover:
             AgentError: a later attempt has started.
             OSError, TierError: a file cannot be removed; calling again continues from there.
         """
-        folder = os.path.join(self._tier.root, step_prefix(self._config.run, step).rstrip("/"))
+        folder = self._tier.location(step_prefix(self._config.run, step).rstrip("/"))
         found = {name: rank for name in _listing(folder) if (rank := _rank_of(name)) is not None}
         owned = {name: rank for name, rank in found.items() if all_ranks or self.owns(rank)}
         delete_step(
@@ -82,7 +81,7 @@ class Remover:
             AgentError: a later attempt has started.
         """
         delete_names(self._tier, self._config.run, names)
-        if not remove_run_folder(self._run, os.path.join(self._tier.root, self._fence.staging)):
+        if not remove_run_folder(self._run, self._tier.location(self._fence.staging)):
             raise AgentError("a later attempt has started")
         with suppress(OSError):
             os.rmdir(self._config.local.address)  # if it is empty now

@@ -15,7 +15,6 @@ from resiliency.agent.protocol import config_to_json
 from resiliency.agent.server import EXIT_TAKEN
 from resiliency.launch.forked_function import call_in_fork
 from resiliency.regular_file import open_regular
-from resiliency.storage.manifest import META_DIR
 
 __all__ = ["start_agent"]
 
@@ -41,7 +40,7 @@ def start_agent(config: AgentConfig, *, fork: bool) -> subprocess.Popen[bytes] |
         ConnectionError: it has ended.
         OSError: it cannot be started.
     """
-    log = Path(config.local.address, META_DIR, config.run, "logs", f"agent-{config.node}.log")
+    log = Path(config.run_folder, "logs", f"agent-{config.node}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     with _log_file(log) as output:
         return None if fork and _fork(config, output) else _spawn(config, output, log)

@@ -124,7 +124,7 @@ def check_in_place(tier: Tier, step: Manifest | UnfinishedStep, ranks: Collectio
     Raises:
         FileNotFoundError: a file is gone, or has another size.
     """
-    folder = os.path.join(tier.root, step_prefix(step.run, step.id))
+    folder = tier.location(step_prefix(step.run, step.id).rstrip("/"))
     for record in (record for record in step.shards if record.rank in ranks):
         for file, nbytes in ((record_file(record.rank), None), (record.file, record.nbytes)):
             path = os.path.join(folder, file)
@@ -135,7 +135,7 @@ def check_in_place(tier: Tier, step: Manifest | UnfinishedStep, ranks: Collectio
 def is_in_place(tier: Tier, step: Manifest | UnfinishedStep, ranks: Collection[int]) -> bool:
     """False when the folder of a committed step no longer has its files. Blocks: for one file check, at most one per
     rank."""
-    folder = os.path.join(tier.root, step_prefix(step.run, step.id))
+    folder = tier.location(step_prefix(step.run, step.id).rstrip("/"))
     own = [record_file(record.rank) for record in step.shards if record.rank in ranks]
     return any(os.path.exists(os.path.join(folder, file)) for file in (MANIFEST, *own))
 

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["AgentConfig", "TierSpec", "agent_address", "embedded_address", "held"]
+from resiliency.storage.manifest import META_DIR
+
+__all__ = ["AgentConfig", "TierSpec", "agent_address", "embedded_address", "held", "is_served"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,8 @@ class AgentConfig:
         remotes: tiers to upload to.
         events: path of the agent's event log, None for none.
         drain_s: seconds that the agent may take to finish sealed saves after the last rank has disconnected.
+        meta: the engine's own folder of the local tier; "": in the tier's folder, see
+            :mod:`resiliency.storage.meta_folder`.
         only_files: when the job ends in order, leave only checkpoint files, see :mod:`resiliency.storage.single_files`.
     """
 
@@ -59,7 +63,13 @@ class AgentConfig:
     remotes: tuple[TierSpec, ...] = ()
     events: str | None = None
     drain_s: float = 60.0
+    meta: str = ""
     only_files: bool = False
+
+    @property
+    def run_folder(self) -> str:
+        """The run's folder in the local tier."""
+        return os.path.join(self.meta or os.path.join(self.local.address, META_DIR), self.run)
 
     @property
     def address(self) -> str:
@@ -87,9 +97,25 @@ def held(addresses: Iterable[str]) -> set[str]:
 
     Connecting would show it too, but fills the queue of a listener that never accepts. Blocks: for 0.1 ms.
     """
+    names = _bound()
+    return {address for address in addresses if _shown(address) in names}
+
+
+def is_served(address: str) -> bool:
+    """True when a process of this machine does the work of the agent with this socket name: an agent, or a rank itself.
+    False where the kernel does not tell. Blocks: for 0.1 ms."""
+    shown = _shown(address)
+    return any(name == shown or name.startswith(shown + b"-") for name in _bound())
+
+
+def _shown(address: str) -> bytes:
+    return os.fsencode(address).replace(b"\0", b"@")
+
+
+def _bound() -> set[bytes]:
+    """The socket names that processes of this machine have bound, as the kernel shows them."""
     try:
         with open("/proc/net/unix", "rb") as file:
-            names = {line.split(maxsplit=7)[-1] for line in file.read().splitlines()}
+            return {line.split(maxsplit=7)[-1] for line in file.read().splitlines()}
     except OSError:
         return set()
-    return {address for address in addresses if os.fsencode(address).replace(b"\0", b"@") in names}

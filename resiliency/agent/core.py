@@ -22,6 +22,7 @@ from resiliency.agent._fence import Fence
 from resiliency.agent._removal import Remover
 from resiliency.agent._reporter import Notify, Reporter
 from resiliency.agent._worker import Worker
+from resiliency.agent.abandoned import delete_abandoned
 from resiliency.agent.commit import (
     check_in_place,
     check_share,
@@ -47,7 +48,6 @@ from resiliency.storage.claims import claim_attempt
 from resiliency.storage.fetch import remove_dead_fetches
 from resiliency.storage.manifest import (
     MANIFEST,
-    META_DIR,
     Manifest,
     ShardRecord,
     UnfinishedStep,
@@ -55,6 +55,7 @@ from resiliency.storage.manifest import (
     record_file,
     shard_file,
 )
+from resiliency.storage.meta_folder import move_into_directory
 from resiliency.storage.retention import DeleteRequest, Hold
 from resiliency.storage.single_files import drop_folders, restore_folders
 from resiliency.storage.stage import Stage
@@ -101,7 +102,11 @@ class HostAgent:
         # A commit must be quick and survive a kill, not a power loss: fsync is the next stage.
         self._fence = Fence(config)
         self._tier = LocalTier(
-            config.local.address, durable=False, name=config.local.name, staging=lambda: self._fence.staging
+            config.local.address,
+            durable=False,
+            name=config.local.name,
+            meta=os.path.dirname(config.run_folder),
+            staging=lambda: self._fence.staging,
         )
         self._steps = LocalSteps()
         self._commits = Worker("resiliency-agent-commit")
@@ -150,18 +155,18 @@ class HostAgent:
         listing."""
         config = self.config
         try:
-            if not claim_attempt(config.local.address, config.run, config.attempt, config.token):
+            if not claim_attempt(config.run_folder, config.attempt, config.token):
                 raise AgentError(
                     f"another job took attempt {config.attempt} of run {config.run!r} in {config.local.address} at the"
                     " same moment; end one of the two and start again, or give this job its own RESILIENCY_RUN or"
                     " directory"
                 )
-            write_attempt(config.local.address, config.run, config.attempt)
+            write_attempt(config.run_folder, config.attempt)
         except OSError as error:
             # From the first save on, the step's folder name has the attempt too.
             logger.warning(
                 "%s cannot be written (%s); the attempt is counted from the checkpoints",
-                attempt_file(config.local.address, config.run),
+                attempt_file(config.run_folder),
                 error,
             )
         try:
@@ -173,10 +178,11 @@ class HostAgent:
         """Deletes partial files of killed writers and restores: no listing shows them, but they take space."""
         try:
             self._fence.check()
-            remove_dead_fetches(self.config.local.address, self.config.run, self.config.node)
+            remove_dead_fetches(self.config.run_folder, self.config.node)
             self._tier.sweep()
             if self._only_agent():
                 self._files.take_leftovers()
+            delete_abandoned(os.path.dirname(self.config.run_folder))
         except (TierError, OSError, AgentError) as error:
             logger.info("partial files in %s could not be deleted: %s", self.config.local.address, error)
 
@@ -317,22 +323,29 @@ class HostAgent:
         if not self._serves_all or not self._left.issuperset(self.config.local_ranks):
             return
         committed = self._steps.select(lambda step: step.committed is not None)
-        where = self.config.local.address
+        folder, directory = self.config.run_folder, self.config.local.address
         try:
             self._fence.check()
+            if not os.path.isdir(directory):
+                self._remover.drop_run(())  # the user has deleted all checkpoints
+                return
+            through = self._tier.location(self._fence.staging)
             if not all(step.durable and step.pins == 0 for step in committed):
                 reason = "not every step is durable yet"
             else:
-                reason = drop_folders(self._tier, self.config.run, through=os.path.join(where, self._fence.staging))
+                reason = drop_folders(self._tier, self.config.run, through=through)
             if reason:
-                logger.info("%s/%s/%s stays: %s", where, META_DIR, self.config.run, reason)
+                # Apart from the checkpoints nobody would look for it, and deleting a checkpoint would free no room.
+                if os.path.isdir(through):
+                    folder = move_into_directory(folder, directory, through=through)
+                logger.info("%s stays: %s", folder, reason)
         except AgentError as error:
-            logger.info("%s/%s/%s stays: %s", where, META_DIR, self.config.run, error)
+            logger.info("%s stays: %s", folder, error)
         except (OSError, TierError):
-            if not os.path.lexists(os.path.join(where, META_DIR, self.config.run)):
+            if not os.path.lexists(folder):
                 return  # the whole directory was deleted meanwhile, as a user's temporary directory is
             # Boundary: the agent ends; the next start uses or removes what is left.
-            logger.warning("%s/%s/%s could not be removed", where, META_DIR, self.config.run, exc_info=True)
+            logger.warning("%s could not be removed", folder, exc_info=True)
 
     def _free_ramdisk(self) -> None:
         """Deletes the checkpoints when the job has finished and a slower tier has the newest one, or there is none."""
@@ -415,7 +428,7 @@ class HostAgent:
     # -- commit -------------------------------------------------------------------------------------------------
 
     def _path(self, step: StepId, file: str) -> str:
-        return os.path.join(self.config.local.address, step_prefix(self.config.run, step), file)
+        return self._tier.location(step_prefix(self.config.run, step) + file)
 
     def _commit(self, rank: int, seal: Seal, records: list[ShardRecord]) -> None:
         """Writes the records of what a rank has sealed; after the last record of a step it commits the step."""

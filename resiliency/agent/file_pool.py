@@ -22,7 +22,7 @@ from resiliency.agent._traces import Traces
 from resiliency.agent._worker import Worker
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.messages import FileReady
-from resiliency.storage.manifest import FILES_DIR, META_DIR
+from resiliency.storage.manifest import FILES_DIR
 from resiliency.storage.shared_files import is_ours_alone, write_zeros
 from resiliency.storage.tiers.local import copies_on_write, may_share_blocks, used_by_this_host_only
 
@@ -57,7 +57,7 @@ class FilePool:
     def __init__(self, config: AgentConfig, notify: Notify, *, traces: Traces | None = None) -> None:
         self._config, self._notify = config, notify
         self._traces = traces or Traces(notify)
-        self._folder = os.path.join(config.local.address, META_DIR, config.run, FILES_DIR)
+        self._folder = os.path.join(config.run_folder, FILES_DIR)
         self._prefix = f"{config.node}-a{config.attempt:04d}-{config.token}-{config.local_ranks[0]}-"
         self._worker = Worker("resiliency-agent-files", nice=19)
         self._ready: dict[str, FileReady] = {}  # by path

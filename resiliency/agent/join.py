@@ -51,7 +51,7 @@ def join_shards(tier: LocalTier, step: Manifest, fence: Fence) -> Manifest:
         return step
     if first.nbytes - first.sections[-1] + sum(other.nbytes for other in others) > _MOST_BYTES:
         return step
-    folder = os.path.join(tier.root, step_prefix(step.run, step.id))
+    folder = tier.location(step_prefix(step.run, step.id).rstrip("/"))
     path = os.path.join(folder, first.file)
     fd = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
@@ -117,7 +117,7 @@ def cut_back(tier: LocalTier, listing: StepListing) -> None:
         return
     if listing.sizes.get(record.file, 0) <= record.nbytes:
         return
-    path = os.path.join(tier.root, step_prefix(record.run, listing.id), record.file)
+    path = tier.location(step_prefix(record.run, listing.id) + record.file)
     try:
         fd = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
         try:

@@ -52,7 +52,7 @@ from resiliency.storage.shard_file import Chunk
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
-from resiliency.storage.tiers.local import LocalTier, on_ramdisk
+from resiliency.storage.tiers.local import on_ramdisk
 
 __all__ = ["Checkpointer", "CheckpointerOptions", "Outcome", "Restored", "Ticket", "default_coordinator"]
 
@@ -138,7 +138,6 @@ class Checkpointer:
         self.options = options or CheckpointerOptions()
         self._sinks = tuple(sinks)
         self._coordinator = coordinator
-        self._tier = LocalTier(self._local.directory, durable=False)
         self._remote_tiers = [open_tier(r.address, name=r.name, **_store_options(r)) for r in self._remotes]
         self._planner = ShardPlanner(rank=self.rank, world_size=self.world_size, small_nbytes=self.options.lazy_bytes)
         self._opened: _Parts | None = None
@@ -169,7 +168,6 @@ class Checkpointer:
         session = open_session(
             local=self._local,
             remotes=self._remotes,
-            local_tier=self._tier,
             run=self.run,
             coordinator=coordinator,
             options=self.options,
@@ -187,7 +185,6 @@ class Checkpointer:
             copier=copier,
             saves=saves,
             copies=SaveCopies(
-                directory=self._local.directory,
                 run=self.run,
                 rank=self.rank,
                 world_size=self.world_size,
@@ -200,7 +197,7 @@ class Checkpointer:
             restorer=Restorer(
                 session=session,
                 coordinator=coordinator,
-                local=self._tier,
+                local=session.local_tier,
                 remotes=self._remote_tiers,
                 run=self.run,
                 agree_timeout=self.options.agree_timeout,

@@ -37,7 +37,6 @@ class SaveCopies:
     """The copies of one open checkpointer. Thread: training.
 
     Args:
-        directory: of the local tier.
         run, rank, world_size: of the checkpointer.
         session, saves, arena, copier: parts of the checkpointer.
     """
@@ -45,7 +44,6 @@ class SaveCopies:
     def __init__(
         self,
         *,
-        directory: str,
         run: str,
         rank: int,
         world_size: int,
@@ -54,7 +52,7 @@ class SaveCopies:
         arena: Arena,
         copier: Copier,
     ) -> None:
-        self._directory, self._run, self._rank, self._world_size = directory, run, rank, world_size
+        self._run, self._rank, self._world_size = run, rank, world_size
         self._session, self._saves, self._arena, self._copier = session, saves, arena, copier
         self._bounce = BouncePool()
         self._proof, self._saves_begun = LoadProof(), 0
@@ -199,7 +197,7 @@ class SaveCopies:
         )
 
     def _path(self, step: StepId, shard: int) -> str:
-        return os.path.join(self._directory, step_prefix(self._run, step), shard_file(shard))
+        return self._session.local_tier.location(step_prefix(self._run, step) + shard_file(shard))
 
 
 @dataclass(frozen=True, kw_only=True)

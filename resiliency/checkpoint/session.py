@@ -17,7 +17,7 @@ from resiliency.checkpoint._hosts import host_names, place_of
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.lineage import Lineage
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
-from resiliency.checkpoint.rank_messages import AgentReady, RankReport, SharedFolder, gather
+from resiliency.checkpoint.rank_messages import AgentReady, RankPlace, RankReport, SharedFolder, gather
 from resiliency.checkpoint.shard_plan import HostPart
 from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
@@ -28,7 +28,7 @@ from resiliency.settings import Environment
 from resiliency.storage.attempts import largest_of_steps, read_attempt
 from resiliency.storage.claims import largest_claim
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
-from resiliency.storage.meta_folder import ignore_in_git
+from resiliency.storage.meta_folder import make_meta_folder
 from resiliency.storage.single_files import restore_folders
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers._address import local_path
@@ -58,6 +58,7 @@ class Session:
         events: event writer of this rank.
         client: open connection to the agent.
         host_part: what this rank writes of the file that holds a replicated state.
+        local_tier: the local tier.
     """
 
     attempt: int
@@ -70,23 +71,53 @@ class Session:
     events: EventWriter
     client: AgentClient
     host_part: HostPart
+    local_tier: LocalTier
 
 
-def _make_folder(meta: str, rank: int) -> None:
+def _make_run_folder(directory: str, run: str, rank: int, meta: str) -> str:
     """Makes the folder of the run, and tries whether it can be written to.
 
     Another job may end at this moment, and remove it with all that it has made.
+
+    Args:
+        meta: the engine's own folder; "": the one in the directory.
+
+    Returns:
+        The folder.
     """
     for attempt in range(_TRIES):
         try:
-            os.makedirs(meta, exist_ok=True)
-            ignore_in_git(os.path.dirname(meta))
-            _try_writing(os.path.join(meta, f".write-{rank:05d}"))
+            folder = os.path.join(meta or make_meta_folder(directory, apart=False), run)
+            os.makedirs(folder, exist_ok=True)
+            _try_writing(os.path.join(folder, f".write-{rank:05d}"))
         except (FileNotFoundError, FileExistsError):
             if attempt == _TRIES - 1:
                 raise
         else:
-            return
+            return folder
+    raise AssertionError("unreachable")
+
+
+def _meta_apart(local: LocalTierOptions, coordinator: Coordinator, environment: Environment, timeout: timedelta) -> str:
+    """The engine's own folder, apart from the checkpoints, if all ranks are on one host and see one folder; else "".
+
+    Collective: yes. One rank makes it, because ranks that decide alone may decide differently.
+
+    Raises:
+        Timeout: a rank is missing.
+    """
+    place = meta = ""
+    try:
+        os.makedirs(local.directory, exist_ok=True)
+        place = place_of(local.directory)
+        if coordinator.rank == 0:
+            meta = make_meta_folder(local.directory, apart=True)
+    except OSError as error:
+        logger.debug("%s cannot be used: %s", local.directory, error)  # what follows finds it too, and reports it
+    own = RankPlace(node=environment.node, place=place, meta=meta)
+    ranks = gather(coordinator, "place", own, timeout=timeout) if coordinator.world_size > 1 else [own]
+    alone = place and all((rank.node, rank.place) == (own.node, own.place) for rank in ranks)
+    return ranks[0].meta if alone else ""
 
 
 def _try_writing(path: str) -> None:
@@ -107,7 +138,6 @@ def open_session(
     *,
     local: LocalTierOptions,
     remotes: Sequence[RemoteTierOptions],
-    local_tier: LocalTier,
     run: str,
     coordinator: Coordinator,
     options: CheckpointerOptions,
@@ -125,15 +155,19 @@ def open_session(
         TierError: the local directory cannot be made or read.
     """
     rank, world_size = coordinator.rank, coordinator.world_size
-    meta = os.path.join(local.directory, META_DIR, run)
+    meta = ""
+    if local.only_files and not remotes:
+        meta = _meta_apart(local, coordinator, environment, options.agree_timeout)
+    folder, local_tier = os.path.join(local.directory, META_DIR, run), LocalTier(local.directory, durable=False)
     problem = unsupported = place = ""
     largest = line = 0
     try:
-        _make_folder(meta, rank)
+        folder = _make_run_folder(local.directory, run, rank, meta)
+        local_tier = LocalTier(local.directory, durable=False, meta=os.path.dirname(folder))
         place = place_of(local.directory)
         restore_folders(local_tier, run)
         largest, line = largest_of_steps(local_tier, run)
-        largest = max(largest, read_attempt(local.directory, run), largest_claim(local.directory, run))
+        largest = max(largest, read_attempt(folder), largest_claim(folder))
     except UnsupportedFormat as error:
         unsupported = str(error)
     except (OSError, TierError) as error:
@@ -167,7 +201,7 @@ def open_session(
     reports = gather(coordinator, "report", own_report, timeout=options.agree_timeout)
     refusals = [report.unsupported for report in reports if report.unsupported]
     if refusals:
-        raise UnsupportedFormat("; ".join(dict.fromkeys(refusals)), path=meta)
+        raise UnsupportedFormat("; ".join(dict.fromkeys(refusals)), path=folder)
     problems = [report.problem for report in reports if report.problem]
     if problems:
         raise TierError("; ".join(dict.fromkeys(problems)), retryable=False)
@@ -185,7 +219,7 @@ def open_session(
     local_ranks = tuple(r for r in range(world_size) if nodes[r] == node)
     shared = _is_shared(
         local,
-        meta,
+        folder,
         token,
         node,
         nodes,
@@ -193,7 +227,7 @@ def open_session(
         coordinator=coordinator,
         timeout=options.agree_timeout,
     )
-    events_dir = environment.events_dir or options.events_dir or _events_dir(local, remotes, run)
+    events_dir = environment.events_dir or options.events_dir or _events_dir(folder, remotes, run)
     log = os.path.join(events_dir, f"rank-{rank:05d}.jsonl")
     sink = BackgroundSink(JsonlSink(log))
     close_when_left(sink, BackgroundSink.close)
@@ -219,6 +253,7 @@ def open_session(
         ),
         events=os.path.join(events_dir, f"agent-{node}.jsonl"),
         drain_s=options.drain_timeout.total_seconds(),
+        meta=os.path.dirname(folder),
         only_files=local.only_files and not remotes and len(local_ranks) == world_size,
     )
     client = AgentClient(config, rank, events, embedded=options.agent == "embedded")
@@ -253,6 +288,7 @@ def open_session(
         events,
         client,
         _host_part(rank, local_ranks, shared),
+        local_tier,
     )
 
 
@@ -264,8 +300,8 @@ def _host_part(rank: int, local_ranks: Sequence[int], shared: bool) -> HostPart:
     return HostPart(writers=len(local_ranks), index=local_ranks.index(rank))
 
 
-def _events_dir(local: LocalTierOptions, remotes: Sequence[RemoteTierOptions], run: str) -> str:
-    """Folder of the event logs: in the first remote tier that is a folder, else in the local tier.
+def _events_dir(folder: str, remotes: Sequence[RemoteTierOptions], run: str) -> str:
+    """Folder of the event logs: in the first remote tier that is a folder, else in the run's folder in the local tier.
 
     On a ramdisk the logs last only as long as the job, because their folder is deleted once everything is uploaded.
     """
@@ -273,12 +309,12 @@ def _events_dir(local: LocalTierOptions, remotes: Sequence[RemoteTierOptions], r
         path = local_path(remote.address)
         if path is not None:
             return os.path.join(path, META_DIR, run, EVENTS_DIR)
-    return os.path.join(local.directory, META_DIR, run, EVENTS_DIR)
+    return os.path.join(folder, EVENTS_DIR)
 
 
 def _is_shared(
     local: LocalTierOptions,
-    meta: str,
+    folder: str,
     token: str,
     node: str,
     nodes: Sequence[str],
@@ -291,12 +327,12 @@ def _is_shared(
     them."""
     if local.shared is not None or len(set(nodes)) == 1:
         return local.shared is not False
-    own_probe = os.path.join(meta, f".probe-{token}-{node}")
+    own_probe = os.path.join(folder, f".probe-{token}-{node}")
     if first:
         with open(own_probe, "w", encoding="ascii"):
             os.utime(own_probe)
     coordinator.all_gather("probe", b"", timeout=timeout)
-    seen = all(os.path.exists(os.path.join(meta, f".probe-{token}-{other}")) for other in nodes)
+    seen = all(os.path.exists(os.path.join(folder, f".probe-{token}-{other}")) for other in nodes)
     answers = gather(coordinator, "shared folder", SharedFolder(seen=seen), timeout=timeout)
     if first:
         os.unlink(own_probe)

@@ -52,17 +52,17 @@ class ShardAccess:
         Returns:
             The bad copies found. When all were bad, the shard was not fetched.
         """
-        root = open_source(self._here, self._openers).root
+        here = open_source(self._here, self._openers)
         problems = []
         for source in plan.sources[self._host][rank]:
             try:
                 tier = open_source(source, self._openers)
-                fetch_shard(tier, self._run, plan.step, rank, root, node=self._host)
+                fetch_shard(tier, self._run, plan.step, rank, here, node=self._host)
             except (CorruptShard, TierError) as error:
                 problems.append(self._problem(BadCopy(source=source, step=plan.step, rank=rank), error))
                 continue
             self._events.emit(
-                EventKind.CHECKPOINT_REPAIRED, step=plan.step.step, source=source.tier, shard=rank, path=root
+                EventKind.CHECKPOINT_REPAIRED, step=plan.step.step, source=source.tier, shard=rank, path=here.root
             )
             break
         return problems
@@ -80,7 +80,7 @@ class ShardAccess:
             try:
                 faultpoints.hit("restore.verify", rank=self._rank)
                 tier = open_source(self._source(plan, rank), self._openers)
-                readers[rank] = shard_reader(tier.root, self._run, read_record(tier, self._run, plan.step, rank))
+                readers[rank] = shard_reader(tier, self._run, read_record(tier, self._run, plan.step, rank))
             except (CorruptShard, TierError, OSError) as error:
                 problems.append(self._problem(self._copy(plan, rank), error))
         return problems

@@ -17,6 +17,7 @@ from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import ShardRecord
 from resiliency.storage.shard_file import IDENTITY_BYTES, RANK_STATE, Placed, read_identity
+from resiliency.storage.tiers.base import Tier
 
 __all__ = ["ShardReader", "shard_reader"]
 
@@ -172,10 +173,10 @@ class ShardReader:
             self._fd = -1
 
 
-def shard_reader(root: str, run: str, record: ShardRecord) -> ShardReader:
-    """Opens a shard of the local tier.
+def shard_reader(tier: Tier, run: str, record: ShardRecord) -> ShardReader:
+    """Opens a shard of a local tier.
 
     Raises:
         CorruptShard: the file is missing, of another size, damaged at its end, or not the shard of the record.
     """
-    return ShardReader(os.path.join(root, step_prefix(run, record.id), record.file), record)
+    return ShardReader(tier.location(step_prefix(run, record.id) + record.file), record)

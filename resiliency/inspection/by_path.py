@@ -38,7 +38,8 @@ from resiliency.storage.archive import read_directory
 from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.catalog import StepListing
 from resiliency.storage.fetch import copy_checked
-from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, ShardRecord, rank_of_shard
+from resiliency.storage.manifest import MANIFEST, STEPS_DIR, Manifest, ShardRecord, rank_of_shard
+from resiliency.storage.meta_folder import meta_folder
 from resiliency.storage.names import read_name
 from resiliency.storage.own_record import check_identity_is_absent, read_own_manifest
 from resiliency.storage.shard_file import IDENTITY_BYTES, RANK_STATE, Identity, read_identity
@@ -85,7 +86,7 @@ class Located:
 
     def where(self, rank: int) -> str:
         """Path or address of a rank's shard."""
-        return f"{self.tier.root}/{self.files[rank]}"
+        return self.tier.location(self.files[rank])
 
 
 def locate(path: str, *, run: str | None = None) -> Located | None:
@@ -148,7 +149,7 @@ def _check_is_not_ours(tier: Tier, name: str) -> None:
     nbytes = next((info.nbytes for info in tier.list(name) if info.key == name), 0)
     with suppress(FileNotFoundError):  # the file has just been deleted
         if nbytes:
-            where = f"{tier.root}/{name}"
+            where = tier.location(name)
             check_identity_is_absent(lambda start, end: tier.read_range(name, start, end), nbytes, where=where)
 
 
@@ -165,7 +166,7 @@ def _named(tier: Tier, name: str, listing: StepListing | None) -> Located:
     Raises:
         NoCheckpointFound: the file is gone, or is only a part of a step.
     """
-    where = f"{tier.root}/{name}"
+    where = tier.location(name)
     identity = read_name(tier, name)
     if identity is None:
         raise NoCheckpointFound(f"{where} is gone")
@@ -209,7 +210,7 @@ def _own_manifest(tier: Tier, name: str, identity: Identity) -> Manifest | None:
         CorruptShard: the records are damaged or missing.
         NoCheckpointFound: the file is gone.
     """
-    where = f"{tier.root}/{name}"
+    where = tier.location(name)
     nbytes = next((info.nbytes for info in tier.list(name) if info.key == name), None)
     if nbytes is None:
         raise NoCheckpointFound(f"{where} is gone")
@@ -223,7 +224,7 @@ def _linked(tier: Tier, name: str, identity: Identity, listing: StepListing) -> 
         return {}
     own = listing.key(listing.records[0])
     try:
-        return {0: own} if os.path.samefile(f"{tier.root}/{name}", f"{tier.root}/{own}") else {}
+        return {0: own} if os.path.samefile(tier.location(name), tier.location(own)) else {}
     except OSError:
         return {}  # one of them has just been deleted; opening it will say so
 
@@ -232,9 +233,9 @@ def _records_of(tier: Tier, key: str, identity: Identity) -> dict[int, ShardReco
     """The records in a manifest that was copied along with its shards; empty when it is missing or belongs to another
     step."""
     try:
-        manifest = Manifest.from_json(tier.read(key), where=f"{tier.root}/{key}")
+        manifest = Manifest.from_json(tier.read(key), where=tier.location(key))
     except (FileNotFoundError, CorruptShard) as error:
-        logger.warning("%s/%s cannot be used: %s", tier.root, key, error)
+        logger.warning("%s cannot be used: %s", tier.location(key), error)
         return {}
     same = (manifest.id, manifest.run) == (identity.id, identity.run)
     return {record.rank: record for record in manifest.shards} if same else {}
@@ -270,7 +271,7 @@ def load_path(
         if now is None or (now.run, now.id) == (located.run, located.id):
             raise
         raise NameMoved(
-            f"{located.tier.root}/{located.name} was {located.id} when it was looked up, and is {now.id} of run"
+            f"{located.tier.location(located.name)} was {located.id} when it was looked up, and is {now.id} of run"
             f" {now.run!r} now; look it up again"
         ) from error
 
@@ -308,7 +309,7 @@ def _file_at(path: str) -> object:
         return None
     if not stat.S_ISDIR(found.st_mode):
         return found.st_dev, found.st_ino
-    steps = [path, *glob.glob(f"{glob.escape(path)}/{META_DIR}/*/{STEPS_DIR}"), f"{path}/{STEPS_DIR}"]
+    steps = [path, *glob.glob(f"{glob.escape(meta_folder(path))}/*/{STEPS_DIR}"), f"{path}/{STEPS_DIR}"]
     times = {}
     for folder in (inner for place in steps for inner in (place, *glob.glob(f"{glob.escape(place)}/*/"))):
         with suppress(OSError):
@@ -340,7 +341,7 @@ def _load(located: Located, rank: int, allow_pickle: bool, keys: Callable[[str],
             assembler = ShardAssembler(readers, rank=rank, planner=planner, allow_pickle=allow_pickle)
             for writer, bad in assembler.read(threads=threads_for(1)).items():
                 where = located.where(writer)
-                named = f"{located.tier.root}/{located.name}: " if located.name and writer == 0 else ""
+                named = f"{located.tier.location(located.name)}: " if located.name and writer == 0 else ""
                 raise CorruptShard(f"{named}{where}: bytes {bad} do not match their digests", path=where, ranges=bad)
             return assembler.result()
         finally:

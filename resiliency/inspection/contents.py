@@ -117,7 +117,7 @@ def read_contents(
         TierError: the tier cannot be read.
     """
     key = key or step_prefix(run, record.id) + record.file
-    where = f"{tier.root}/{key}"
+    where = tier.location(key)
     start = record.sections[-1] if record.sections else 0
     try:
         if single and record.rank:

@@ -21,7 +21,8 @@ from resiliency.agent.config import agent_address
 from resiliency.events import EventKind
 from resiliency.regular_file import opened
 from resiliency.settings import environment
-from resiliency.storage.manifest import EVENTS_DIR, META_DIR
+from resiliency.storage.manifest import EVENTS_DIR
+from resiliency.storage.meta_folder import meta_folder
 
 __all__ = ["Evidence", "evidence_of_use"]
 
@@ -64,9 +65,11 @@ def evidence_of_use(
 
 def _logged_hosts(directory: str, run: str) -> set[str]:
     """Hosts whose agents left a log: a job may have been given another host name than this shell has."""
-    meta = Path(directory, META_DIR, run)
+    folder_of_run = Path(meta_folder(directory), run)
     return {
-        path.stem.removeprefix("agent-") for folder in ("logs", EVENTS_DIR) for path in meta.glob(f"{folder}/agent-*")
+        path.stem.removeprefix("agent-")
+        for folder in ("logs", EVENTS_DIR)
+        for path in folder_of_run.glob(f"{folder}/agent-*")
     }
 
 
@@ -82,7 +85,7 @@ def _listens(address: str) -> bool:
 
 
 def _ranks(directory: str, run: str, here: Collection[str], now: float) -> list[Evidence]:
-    folders = {str(Path(directory, META_DIR, run, EVENTS_DIR)), environment().events_dir or ""} - {""}
+    folders = {str(Path(meta_folder(directory), run, EVENTS_DIR)), environment().events_dir or ""} - {""}
     logs = [log for folder in sorted(folders) for log in sorted(Path(folder).glob("rank-*.jsonl"))]
     found = []
     for log in logs:

@@ -17,6 +17,7 @@ from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound
 from resiliency.storage.catalog import StepListing, find_runs, run_prefix, scan, step_prefix
 from resiliency.storage.format_version import earlier_format, refuse_format
 from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, gather_records, rank_of_shard
+from resiliency.storage.meta_folder import key_of
 from resiliency.storage.names import read_name
 from resiliency.storage.retention import live_names
 from resiliency.storage.shard_file import Identity
@@ -176,7 +177,7 @@ def find(path: str) -> Target:
 
 def _find(path: str, opening: Callable[[str], Tier]) -> Target:
     tier = opening(path)
-    address = tier.root
+    address = key_of(tier.root) if tier.is_local else tier.root
     marker = f"/{META_DIR}/"
     root, found, rest = (address + "/").partition(marker)
     if found:
@@ -241,7 +242,7 @@ def _is_step_of(tier: Tier, identity: Identity, name: str) -> bool:
     try:
         step = single_file_at(tier, identity.run, name)
     except (CorruptShard, OSError) as error:
-        logger.debug("%s/%s is not counted as a checkpoint: %s", tier.root, name, error)
+        logger.debug("%s is not counted as a checkpoint: %s", tier.location(name), error)
         return False
     return step is not None and step.id == identity.id
 
@@ -361,7 +362,7 @@ def _set_state(view: StepView, *, several: bool) -> None:
 def unreadable(copy: StoredCopy, run: str) -> list[str]:
     """Texts about what could not be read of one copy, with file names instead of paths."""
     prefix = step_prefix(run, copy.listing.id)
-    return [text.replace(f"{copy.tier.root}/{prefix}", "").replace(prefix, "") for text in copy.listing.problems]
+    return [text.replace(copy.tier.location(prefix), "").replace(prefix, "") for text in copy.listing.problems]
 
 
 def _faults(copy: StoredCopy, run: str) -> list[str]:

@@ -75,7 +75,7 @@ def _readable(view: StepView, copy: StoredCopy) -> list[tuple[ShardRecord, str]]
 
 
 def _is_same(tier: Tier, key: str, other: str) -> bool:
-    return tier.is_local and os.path.samefile(os.path.join(tier.root, key), os.path.join(tier.root, other))
+    return tier.is_local and os.path.samefile(tier.location(key), tier.location(other))
 
 
 def check_step(view: StepView, *, advance: Callable[[int], None] = lambda _: None) -> list[Finding]:
@@ -96,7 +96,7 @@ def check_step(view: StepView, *, advance: Callable[[int], None] = lambda _: Non
 
 def _metadata(view: StepView, copy: StoredCopy) -> list[Finding]:
     listing, tier = copy.listing, copy.tier
-    folder = f"{tier.root}/{step_prefix(view.run, view.id)}"
+    folder = tier.location(step_prefix(view.run, view.id))
 
     def finding(bad: bool, file: str, text: str) -> Finding:
         return Finding(view.run, view.id, copy.label, bad, folder + file, (), text)
@@ -138,7 +138,7 @@ def _names(view: StepView, copy: StoredCopy) -> list[Finding]:
     if copy.listing.manifest is None:
         return []  # a step gets its names last, so it has none yet
     for name in view.names:
-        path = f"{copy.tier.root}/{name}"
+        path = copy.tier.location(name)
 
         def finding(bad: bool, text: str, path: str = path) -> Finding:
             return Finding(view.run, view.id, copy.label, bad, path, (), text)
@@ -203,7 +203,7 @@ def _fold(view: StepView, copy: StoredCopy, tasks: Sequence[_Task], results: Seq
             failures.setdefault(key, failure)
     found = []
     for key in ranges:
-        path = f"{tier.root}/{key}"
+        path = tier.location(key)
         if key in failures:
             found.append(Finding(view.run, view.id, copy.label, True, path, (), f"could not be read: {failures[key]}"))
         if ranges[key]:

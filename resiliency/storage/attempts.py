@@ -6,7 +6,6 @@ import os
 
 from resiliency.regular_file import opened
 from resiliency.storage.catalog import step_folders
-from resiliency.storage.manifest import META_DIR
 from resiliency.storage.tiers._keys import partial_name
 from resiliency.storage.tiers.base import Tier
 
@@ -16,21 +15,21 @@ _MOST_BYTES = 64
 __all__ = ["attempt_file", "largest_of_steps", "read_attempt", "write_attempt"]
 
 
-def attempt_file(directory: str, run: str) -> str:
-    """Path of the file with the number of the last attempt that was started in a local tier."""
-    return os.path.join(directory, META_DIR, run, "attempt")
+def attempt_file(folder: str) -> str:
+    """Path of the file with the number of the last attempt that was started, in the folder of a run."""
+    return os.path.join(folder, "attempt")
 
 
-def read_attempt(directory: str, run: str) -> int:
-    """Number of the last attempt that was started in a local tier, even if it saved nothing; 0 when unknown."""
+def read_attempt(folder: str) -> int:
+    """Number of the last attempt that was started in the folder of a run, even if it saved nothing; 0 when unknown."""
     try:
-        with opened(attempt_file(directory, run)) as file:
+        with opened(attempt_file(folder)) as file:
             return int(file.read(_MOST_BYTES))
     except (OSError, ValueError):
         return 0
 
 
-def write_attempt(directory: str, run: str, attempt: int) -> None:
+def write_attempt(folder: str, attempt: int) -> None:
     """Writes the number of the attempt that is starting, unless a later attempt's number is there.
 
     Once it is written agents of earlier attempts record, commit and delete nothing. So only the agent of the new
@@ -39,11 +38,11 @@ def write_attempt(directory: str, run: str, attempt: int) -> None:
     Raises:
         OSError: the file cannot be written. Once a step is saved, the name of its folder has the attempt too.
     """
-    if read_attempt(directory, run) >= attempt:
+    if read_attempt(folder) >= attempt:
         return
-    path = attempt_file(directory, run)
-    temp = os.path.join(os.path.dirname(path), partial_name())
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    path = attempt_file(folder)
+    temp = os.path.join(folder, partial_name())
+    os.makedirs(folder, exist_ok=True)
     with open(temp, "w", encoding="ascii") as file:
         file.write(str(attempt))
     os.replace(temp, path)  # atomically, because agents read it while they work

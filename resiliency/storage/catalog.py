@@ -136,7 +136,7 @@ def _list_steps(tier: Tier, run: str) -> list[StepListing]:
     for folder, files in folders.items():
         version = earlier_format(folder, files)
         if version is not None:
-            raise refuse_format(version, f"{tier.root}/{prefix}{folder}")
+            raise refuse_format(version, tier.location(prefix + folder))
     parsed = {folder: step for folder in folders if (step := StepId.parse(folder)) is not None}
     listings = [
         StepListing(step, sizes=folders[folder], problems=problems.get(folder, []), readable=folder not in problems)
@@ -163,10 +163,10 @@ def _read_step(tier: Tier, run: str, listing: StepListing) -> StepListing:
     if MANIFEST in listing.sizes:
         where = prefix + MANIFEST
         try:
-            manifest = Manifest.from_json(tier.read(where), where=f"{tier.root}/{where}")
+            manifest = Manifest.from_json(tier.read(where), where=tier.location(where))
             if manifest.id != listing.id or manifest.run != run:
                 raise CorruptShard(
-                    f"{tier.root}/{where}: manifest of {manifest.run} {manifest.id} is in the wrong folder",
+                    f"{tier.location(where)}: manifest of {manifest.run} {manifest.id} is in the wrong folder",
                     path=where,
                 )
             listing.manifest, listing.committed = manifest, True
@@ -177,7 +177,7 @@ def _read_step(tier: Tier, run: str, listing: StepListing) -> StepListing:
     for name in sorted(listing.sizes):
         if not (name.startswith("shard-") and name.endswith(".json")):
             continue
-        where = f"{tier.root}/{prefix}{name}"
+        where = tier.location(prefix + name)
         try:
             record = ShardRecord.from_dict(json.loads(tier.read(prefix + name)), where=where)
             if record.id != listing.id or record.run != run:
@@ -202,7 +202,7 @@ def read_record(tier: Tier, run: str, step: StepId, rank: int) -> ShardRecord:
         TierError: the tier cannot be read.
     """
     prefix = step_prefix(run, step)
-    where = f"{tier.root}/{prefix}{record_file(rank)}"
+    where = tier.location(f"{prefix}{record_file(rank)}")
     why = "it is the record of another shard"
     try:
         record = ShardRecord.from_dict(json.loads(tier.read(prefix + record_file(rank))), where=where)
@@ -215,12 +215,12 @@ def read_record(tier: Tier, run: str, step: StepId, rank: int) -> ShardRecord:
             raise  # the store cannot be reached, and so the manifest cannot either
         why = str(error).removeprefix(f"{where}: ")
     try:
-        manifest = Manifest.from_json(tier.read(prefix + MANIFEST), where=f"{tier.root}/{prefix}{MANIFEST}")
+        manifest = Manifest.from_json(tier.read(prefix + MANIFEST), where=tier.location(prefix + MANIFEST))
     except FileNotFoundError:
         raise CorruptShard(f"{where}: {why}, and there is no manifest to take it from", path=where) from None
     logger.warning("%s: %s; using the manifest's copy", where, why)
     if manifest.id != step or rank >= len(manifest.shards):
-        raise CorruptShard(f"{tier.root}/{prefix}{MANIFEST}: manifest of another step", path=where)
+        raise CorruptShard(f"{tier.location(prefix + MANIFEST)}: manifest of another step", path=where)
     return manifest.shards[rank]
 
 

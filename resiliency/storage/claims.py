@@ -12,7 +12,6 @@ import os
 import re
 from contextlib import suppress
 
-from resiliency.storage.manifest import META_DIR
 from resiliency.storage.tiers._keys import partial_name
 
 __all__ = ["claim_attempt", "largest_claim"]
@@ -24,8 +23,8 @@ _CLAIM = re.compile(r"attempt-(\d{4,18})")
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
-def claim_attempt(directory: str, run: str, attempt: int, token: str) -> bool:
-    """Claims an attempt number in a local tier for the start with this token. Safe to repeat.
+def claim_attempt(folder: str, attempt: int, token: str) -> bool:
+    """Claims an attempt number in the folder of a run for the start with this token. Safe to repeat.
 
     Returns:
         False when another start has the number. True also on file systems without hard links, where that is unknown.
@@ -33,7 +32,6 @@ def claim_attempt(directory: str, run: str, attempt: int, token: str) -> bool:
     Raises:
         OSError: the folder cannot be written.
     """
-    folder = os.path.join(directory, META_DIR, run)
     path = os.path.join(folder, f"attempt-{attempt:04d}")
     temp = os.path.join(folder, partial_name())
     os.makedirs(folder, exist_ok=True)
@@ -57,13 +55,14 @@ def claim_attempt(directory: str, run: str, attempt: int, token: str) -> bool:
     return True
 
 
-def largest_claim(directory: str, run: str) -> int:
-    """The largest number that was claimed, even by a start that was killed before it wrote anything else; 0 for none.
+def largest_claim(folder: str) -> int:
+    """The largest number that was claimed in the folder of a run, even by a start that was killed before it wrote
+    anything else; 0 for none.
 
     Raises:
         OSError: the folder cannot be read.
     """
-    return max(_claims(os.path.join(directory, META_DIR, run)), default=0)
+    return max(_claims(folder), default=0)
 
 
 def _claims(folder: str) -> list[int]:

@@ -76,7 +76,7 @@ def delete_step(
         else:
             tier.delete(prefix + file)
     if tier.is_local:
-        _remove_folder(os.path.join(tier.root, prefix.rstrip("/")), leftovers)
+        _remove_folder(tier.location(prefix.rstrip("/")), leftovers)
     return gone
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from resiliency.errors import CorruptShard, TierError
 from resiliency.storage.blocks import block_digest
-from resiliency.storage.catalog import read_record, run_prefix, step_prefix
+from resiliency.storage.catalog import read_record, step_prefix
 from resiliency.storage.manifest import META_DIR, ShardRecord, record_file
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 FETCH_DIR = "fetch"
 
 
-def fetch_shard(source: Tier, run: str, step: StepId, rank: int, target_root: str, *, node: str) -> ShardRecord:
+def fetch_shard(source: Tier, run: str, step: StepId, rank: int, target: Tier, *, node: str) -> ShardRecord:
     """Copies a shard and its record from a tier into the local tier, checking every block.
 
     Blocks: as long as the source takes; one block of the shard is in memory at a time.
 
     Args:
         source: the tier to read from.
-        target_root: folder of the local tier.
+        target: the local tier.
         node: host of this process.
 
     Returns:
@@ -46,8 +46,8 @@ def fetch_shard(source: Tier, run: str, step: StepId, rank: int, target_root: st
         TierError: one of the tiers failed.
     """
     record = read_record(source, run, step, rank)
-    folder = Path(target_root, run_prefix(run), step.dirname)
-    scratch = Path(target_root, META_DIR, run, FETCH_DIR, f"{node}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+    folder = Path(target.location(step_prefix(run, step)))
+    scratch = Path(target.location(f"{META_DIR}/{run}/{FETCH_DIR}"), f"{node}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
     try:
         scratch.mkdir(parents=True)
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,23 +79,23 @@ def copy_checked(source: Tier, key: str, record: ShardRecord, target: Path) -> N
             except FileNotFoundError:
                 data = b""
             if len(data) != end - start or block_digest(data) != digest:
-                where = f"{source.root}/{key}"
+                where = source.location(key)
                 raise CorruptShard(
                     f"{where}: bytes {start} to {end} do not match their digest", path=where, ranges=((start, end),)
                 )
             out.write(data)
 
 
-def remove_dead_fetches(root: str, run: str, node: str) -> int:
-    """Deletes the fetch folders of processes of this host that have ended; returns their number."""
+def remove_dead_fetches(folder: str, node: str) -> int:
+    """Deletes from a run's folder the fetch folders of processes of this host that have ended; returns their number."""
     removed = 0
-    for folder in Path(root, META_DIR, run, FETCH_DIR).glob(f"{glob.escape(node)}-*"):
-        pid = folder.name.removeprefix(f"{node}-").split("-")[0]
+    for fetch in Path(folder, FETCH_DIR).glob(f"{glob.escape(node)}-*"):
+        pid = fetch.name.removeprefix(f"{node}-").split("-")[0]
         if not pid.isdigit() or _alive(int(pid)):
             continue
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(fetch, ignore_errors=True)
         removed += 1
-        logger.info("deleted %s, left behind by a killed restore", folder)
+        logger.info("deleted %s, left behind by a killed restore", fetch)
     return removed
 
 

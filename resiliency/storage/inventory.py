@@ -74,7 +74,7 @@ def _entries(tier: Tier, run: str, source: ShardSource, listing: StepListing) ->
 def _readable_entry(tier: Tier, run: str, source: ShardSource, listing: StepListing) -> StepInventory:
     missing = set(listing.missing_files())
     records = listing.records
-    prefix = f"{tier.root}/{step_prefix(run, listing.id)}"
+    prefix = tier.location(step_prefix(run, listing.id))
     return StepInventory(
         source=source,
         step=listing.id,

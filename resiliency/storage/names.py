@@ -37,7 +37,7 @@ def read_name(tier: Tier, name: str) -> Identity | None:
         TierError: the tier cannot be read.
     """
     try:
-        return read_identity(tier.read_range(name, 0, IDENTITY_BYTES), where=f"{tier.root}/{name}")
+        return read_identity(tier.read_range(name, 0, IDENTITY_BYTES), where=tier.location(name))
     except FileNotFoundError:
         # Any shard will do: a folder that one host has for itself may not have the first one, and an interrupted
         # deletion leaves only some.
@@ -46,7 +46,7 @@ def read_name(tier: Tier, name: str) -> Identity | None:
     if shard is None:
         return None
     try:
-        return read_identity(tier.read_range(shard, 0, IDENTITY_BYTES), where=f"{tier.root}/{shard}")
+        return read_identity(tier.read_range(shard, 0, IDENTITY_BYTES), where=tier.location(shard))
     except FileNotFoundError:
         return None  # deleted meanwhile
 
@@ -130,7 +130,7 @@ def _give(tier: Tier, step: StepRecords, name: str) -> str:
     if step.replicated:
         if holder is not None and not holder.replicated:
             _delete_folder(tier, name)
-        with newer_than_before(os.path.join(tier.root, name)) if tier.is_local else nullcontext():
+        with newer_than_before(tier.location(name)) if tier.is_local else nullcontext():
             tier.alias(prefix + shard_file(0, step.version), name)
         return ""
     if holder is not None and holder.replicated:
@@ -192,7 +192,7 @@ def delete_names(tier: Tier, run: str, names: Iterable[str], *, step: StepId | N
         except TierError as error:
             if error.retryable:
                 raise
-            logger.info("%s/%s stays: %s", tier.root, name, error)  # it must not hold up the deletion of the step
+            logger.info("%s stays: %s", tier.location(name), error)  # it must not hold up the deletion of the step
             continue
         if found is None or found.run != run or step not in (None, found.id):
             continue

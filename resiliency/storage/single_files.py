@@ -122,7 +122,7 @@ def read_shard_inside(tier: Tier, key: str, record: ShardRecord) -> bytes:
         CorruptShard: the shard is not in the file, or there is no such file.
         TierError: the tier cannot be read.
     """
-    where = f"{tier.root}/{key}"
+    where = tier.location(key)
     nbytes = next((info.nbytes for info in tier.list(key) if info.key == key), 0)
     return read_other_shard(lambda start, end: tier.read_range(key, start, end), nbytes, record, where=where)
 
@@ -134,7 +134,7 @@ def single_file_at(tier: Tier, run: str, name: str) -> Manifest | None:
     """
     if not tier.is_local or _has_step_folders(tier, run) or not _may_count(name):
         return None
-    step = read_single_file(os.path.join(tier.root, name))
+    step = read_single_file(tier.location(name))
     return step if step is not None and step.run == run and name in step.names else None
 
 
@@ -204,7 +204,7 @@ def single_files_of(tier: Tier, run: str) -> list[SingleFile]:
 
 
 def _has_step_folders(tier: Tier, run: str) -> bool:
-    steps = os.path.join(tier.root, META_DIR, run, STEPS_DIR)
+    steps = tier.location(f"{META_DIR}/{run}/{STEPS_DIR}")
     return os.path.lexists(steps) and not (os.path.isdir(steps) and not os.listdir(steps))
 
 
@@ -217,7 +217,7 @@ def restore_folders(tier: LocalTier, run: str) -> int:
     Raises:
         OSError: the tier cannot be read or written.
     """
-    folder = os.path.join(tier.root, META_DIR, run)
+    folder = tier.location(f"{META_DIR}/{run}")
     _remove_leftovers(folder)
     files = single_files_of(tier, run)
     if not files:
@@ -228,11 +228,11 @@ def restore_folders(tier: LocalTier, run: str) -> int:
         step = os.path.join(temp, file.manifest.id.dirname)
         os.makedirs(step)
         try:
-            os.link(os.path.join(tier.root, file.name), os.path.join(step, file.manifest.shards[0].file))
+            os.link(tier.location(file.name), os.path.join(step, file.manifest.shards[0].file))
         except OSError as error:
             logger.warning(
                 "%s cannot be taken up as a checkpoint of run %r (%s): pass its path as ckpt_path= to load it",
-                os.path.join(tier.root, file.name),
+                tier.location(file.name),
                 run,
                 error,
             )
@@ -241,7 +241,7 @@ def restore_folders(tier: LocalTier, run: str) -> int:
         try:
             _write_beside(step, file.manifest)
         except CorruptShard as error:  # another file was put there meanwhile
-            logger.warning("%s is not counted as a checkpoint: %s", os.path.join(tier.root, file.name), error)
+            logger.warning("%s is not counted as a checkpoint: %s", tier.location(file.name), error)
             shutil.rmtree(step)
             continue
         made += 1
@@ -305,7 +305,7 @@ def drop_folders(tier: LocalTier, run: str, *, through: str | None = None) -> st
     Raises:
         OSError, TierError: the tier cannot be read or written.
     """
-    folder = os.path.join(tier.root, META_DIR, run)
+    folder = tier.location(f"{META_DIR}/{run}")
     without = []
     steps: list[Manifest] = []
     for listing in scan(tier, run):

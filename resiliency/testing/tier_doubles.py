@@ -37,6 +37,9 @@ class WrappedTier:
         """Runs one verb. Override it to do something other than ``call()``. ``key`` is the new name for aliases."""
         return call()
 
+    def location(self, key: str) -> str:
+        return self.inner.location(key)
+
     def put_bytes(self, key: str, data: bytes) -> None:
         self.around("put_bytes", key, lambda: self.inner.put_bytes(key, data))
 

@@ -74,9 +74,9 @@ def last(folder: Path) -> int | None:
 
 def test_an_agent_ends_the_attempts_before_its_own_and_no_later_one(local: Path, start: Any) -> None:
     start(config_for(local, **LATER))
-    assert read_attempt(str(local), RUN) == 2
+    assert read_attempt(str(local / META_DIR / RUN)) == 2
     start(config_for(local))  # a trainer of the earlier attempt went on, and started an agent
-    assert read_attempt(str(local), RUN) == 2
+    assert read_attempt(str(local / META_DIR / RUN)) == 2
 
 
 def test_of_two_jobs_that_took_the_same_number_the_second_is_refused(local: Path, start: Any) -> None:
@@ -94,8 +94,10 @@ def test_of_two_jobs_that_took_the_same_number_the_second_is_refused(local: Path
 
 def test_a_number_taken_by_a_start_that_died_at_once_is_left_out(local: Path) -> None:
     local.mkdir()
-    assert claim_attempt(str(local), RUN, 1, "0a0b0c")
-    assert not claim_attempt(str(local), RUN, 1, "ffffff") and claim_attempt(str(local), RUN, 1, "0a0b0c")
+    assert claim_attempt(str(local / META_DIR / RUN), 1, "0a0b0c")
+    assert not claim_attempt(str(local / META_DIR / RUN), 1, "ffffff") and claim_attempt(
+        str(local / META_DIR / RUN), 1, "0a0b0c"
+    )
     with make_checkpointer(local, run=RUN) as checkpointer:
         assert checkpointer.session.attempt == 2
     assert [path.name for path in (local / ".resiliency" / RUN).glob("attempt-*")] == ["attempt-0002"]
@@ -111,7 +113,7 @@ def test_nothing_is_recorded_committed_named_or_deleted_after_a_later_attempt_be
     save(old, 1, tiers=("store",))
     save(old, 2, tiers=("store",))
     late = sealed(old.config, 3, names=("step=3.ckpt", "last.ckpt"), tiers=("store",))
-    write_attempt(str(local), RUN, 2)
+    write_attempt(str(local / META_DIR / RUN), 2)
     before, sent = snapshot(local), snapshot(remote)
     heard.clear()
     old.handle(0, late)
@@ -133,7 +135,7 @@ def test_an_agent_stopped_while_it_started_does_not_bring_its_attempt_back(
     new, _ = start(config_for(local, **LATER))
     with monkeypatch.context() as patch:
         patch.setattr(attempts, "read_attempt", lambda *_: 0)
-        write_attempt(str(local), RUN, 1)
+        write_attempt(str(local / META_DIR / RUN), 1)
     late = sealed(old.config, 2)
     before = snapshot(local)
     heard.clear()
@@ -174,7 +176,7 @@ def test_an_upload_in_progress_is_given_up_when_a_later_attempt_began(
 
     def slow(key: str, path: str, **further: Any) -> None:
         real(key, path, **further)
-        write_attempt(str(local), RUN, 2)  # meanwhile
+        write_attempt(str(local / META_DIR / RUN), 2)  # meanwhile
 
     monkeypatch.setattr(remote, "put_file", slow)
     monkeypatch.setattr(uploader, "open_tier", lambda *_, **__: remote)
@@ -304,7 +306,7 @@ def test_no_thread_or_agent_of_an_attempt_gives_a_stopped_one_its_folder_back(lo
     stopped, other = Fence(config_for(local)), Fence(config_for(local))
     stopped.check()
     about_to = os.path.join(local, stopped.staging)
-    write_attempt(str(local), RUN, 2)
+    write_attempt(str(local / META_DIR / RUN), 2)
     Fence(config_for(local, **LATER)).end_earlier()
     for each in (stopped, other):
         with pytest.raises(AgentError, match="attempt 1 is over"):
@@ -353,6 +355,6 @@ def test_an_agent_that_tidies_up_while_a_later_job_begins_takes_nothing_from_it(
     monkeypatch.setattr(os, "rename", meanwhile)
     old.close()
     monkeypatch.undo()
-    assert heard and read_attempt(str(local), RUN) == 3
+    assert heard and read_attempt(config.run_folder) == 3
     (step,) = scan(LocalTier(local), RUN)
     assert step.id.step == 7 and step.committed

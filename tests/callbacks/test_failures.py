@@ -24,6 +24,7 @@ from resiliency.callbacks._saver import CheckpointSaver
 from resiliency.checkpoint import session
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
+from resiliency.storage.meta_folder import meta_folder
 from resiliency.storage.stage import Stage
 from tests.callbacks.harness import content, loader, make_net, make_trainer, names, ours, steps
 
@@ -259,7 +260,7 @@ def test_a_trainer_used_only_to_evaluate_can_be_collected(tmp_path: Path) -> Non
     del trainer
     gc.collect()
     assert gone() is None
-    assert not (tmp_path / ".resiliency").exists()
+    assert not os.path.exists(meta_folder(str(tmp_path)))
 
 
 # -- the last save, and accumulation ----------------------------------------------------------------------------------------

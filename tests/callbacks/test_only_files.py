@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from resiliency.callbacks.goodput import build as build_goodput
 from resiliency.callbacks.model_checkpoint import build
+from resiliency.storage.meta_folder import meta_folder
 from resiliency.testing.zygote import Zygote
 from tests.callbacks.harness import (
     NAMESPACES,
@@ -193,10 +195,80 @@ def test_a_killed_job_keeps_its_folder_and_the_next_one_tidies_up(
     output = tmp_path_factory.mktemp("output") / "killed"
     worker = start_script(zygote, KILLED, output, str(tmp_path))
     assert worker.wait(timeout_s=120) == -signal.SIGKILL, output.read_text()
-    assert (tmp_path / ".resiliency").is_dir()
+    assert everything(tmp_path) == ["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"]
+    apart = Path(meta_folder(str(tmp_path)))
+    assert apart.is_dir() and apart.parent != tmp_path
     net = make_net(PL)
     callback = build(PL)(dirpath=tmp_path, every_n_train_steps=2, save_top_k=-1, auto_resume=True)
     make_trainer(PL, [callback], root=tmp_path, max_epochs=1).fit(net, loader())
     assert net.ran == 2
     assert everything(tmp_path) == [f"epoch=0-step={step}.ckpt" for step in (2, 4, 6)]
     assert content(tmp_path / "epoch=0-step=4.ckpt")["global_step"] == 4
+    assert not apart.exists()
+
+
+# -- while it trains ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("case", CASES)
+def test_a_listing_in_any_hook_shows_what_it_shows_with_the_stock_class(
+    namespace: str, case: str, tmp_path: Path
+) -> None:
+    def listings(made: type, folder: Path) -> list[list[str]]:
+        class Listing(made):  # type: ignore[misc]
+            def look(self, *_: Any) -> None:
+                self.best_model_path, self.last_model_path  # noqa: B018  there once they have been read
+                seen.append(sorted(os.listdir(folder)) if folder.is_dir() else [])
+
+        for hook in ("on_train_batch_start", "on_validation_end", "on_train_epoch_end", "on_train_end", "teardown"):
+
+            def after(self: Any, *arguments: Any, _hook: str = hook, **named: Any) -> None:
+                getattr(super(Listing, self), _hook)(*arguments, **named)
+                self.look()
+
+            setattr(Listing, hook, after)
+        seen: list[list[str]] = []
+        callback = Listing(dirpath=folder, **CASES[case])
+        make_trainer(namespace, [callback], root=folder.parent).fit(make_net(namespace), loader())
+        return seen
+
+    ours_seen = listings(build(namespace), tmp_path / "ours" / "ckpts")
+    assert not [name for seen in ours_seen for name in seen if not name.endswith(".ckpt")]
+    stock_seen = listings(stock(namespace), tmp_path / "stock" / "ckpts")
+    assert len(ours_seen) == len(stock_seen) > 12 and ours_seen[-1] == stock_seen[-1]
+    # A checkpoint that was replaced may go a moment later than with the stock class; none is missing.
+    assert [set(theirs) - set(own) for own, theirs in zip(ours_seen, stock_seen, strict=True)] == [set()] * len(
+        stock_seen
+    )
+
+
+def test_the_folder_of_a_running_fit_can_be_copied_and_packed_at_any_time(tmp_path: Path) -> None:
+    folder, copies, done = tmp_path / "ckpts", tmp_path / "copies", threading.Event()
+    problems: list[str] = []
+
+    def copy() -> None:
+        while not done.is_set():
+            target = copies / str(len(os.listdir(copies)))
+            try:
+                shutil.copytree(folder, target)
+            except shutil.Error as error:
+                # A checkpoint may be replaced while it is copied, as with the stock class.
+                problems.extend(source for source, _, _ in error.args[0] if not source.endswith(".ckpt"))
+            except FileNotFoundError:  # no checkpoint yet
+                done.wait(0.005)
+
+    copies.mkdir()
+    callback = build(PL)(dirpath=folder, monitor="wave", save_top_k=2, every_n_train_steps=1, save_last=True)
+    copier = threading.Thread(target=copy)
+    copier.start()
+    try:
+        make_trainer(PL, [callback], root=tmp_path, max_epochs=6).fit(make_net(PL), loader())
+    finally:
+        done.set()
+        copier.join(60)
+    assert problems == [] and len(os.listdir(copies)) > 3
+    names = {name for name in everything(copies)}
+    assert all(name.endswith(".ckpt") and name.count("/") == 1 for name in names), "more than checkpoints is copied"
+    for name in sorted(names)[-8:]:
+        assert content(copies / name)["global_step"] > 0

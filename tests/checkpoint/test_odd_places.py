@@ -12,6 +12,7 @@ import pytest
 from resiliency.errors import ResiliencyError
 from resiliency.inspection.by_path import load_path, locate
 from resiliency.storage.attempts import attempt_file
+from resiliency.storage.manifest import META_DIR
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import (
     RUN,
@@ -46,7 +47,7 @@ def odd(series: Series, place: str, kind: str) -> Path:
     (folder,) = [path for step, path in step_dirs(series.local_dir).items() if step.step == 20]
     name = next(path for path in series.local_dir.iterdir() if path.name != ".resiliency" and "20" in path.name)
     targets = {
-        "attempt": [Path(attempt_file(str(series.local_dir), RUN))],
+        "attempt": [Path(attempt_file(str(series.local_dir / META_DIR / RUN)))],
         "name": [name],
         "all json": [folder / "shard-00000.json", folder / "manifest.json"],
     }.get(place, [folder / place])

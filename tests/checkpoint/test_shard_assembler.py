@@ -104,7 +104,7 @@ def test_into_tensors_of_every_layout(saved: tuple[Path, ShardRecord, dict[str, 
         "d": torch.zeros(9),
     }
     versions = {key: tensor._version for key, tensor in into.items()}
-    reader = shard_reader(str(folder), RUN, record)
+    reader = shard_reader(LocalTier(folder), RUN, record)
     one = assembler(reader, plan_into(into))
     assert one.read(threads=3) == {}
     _, own = one.result()
@@ -119,7 +119,7 @@ def test_all_threads_read(
     saved: tuple[Path, ShardRecord, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     folder, record, _ = saved
-    reader = shard_reader(str(folder), RUN, record)
+    reader = shard_reader(LocalTier(folder), RUN, record)
     one, real, used, meet = (
         assembler(reader, plan_new()),
         shard_assembler._read_and_check,
@@ -144,7 +144,7 @@ def test_what_any_thread_raises_is_heard(
 ) -> None:
     """It is not damage, which another copy would be read for."""
     folder, record, _ = saved
-    reader = shard_reader(str(folder), RUN, record)
+    reader = shard_reader(LocalTier(folder), RUN, record)
     one, real, here, gone = (
         assembler(reader, plan_new()),
         shard_assembler._read_and_check,
@@ -195,7 +195,7 @@ def test_damage_anywhere_is_found(
         "plain": {key: torch.zeros_like(tensor) for key, tensor in state.items()},
         "odd": {key: torch.zeros(2 * len(tensor), *tensor.shape[1:])[::2] for key, tensor in state.items()},
     }[into]
-    reader = shard_reader(str(folder), RUN, record)
+    reader = shard_reader(LocalTier(folder), RUN, record)
     start, end = place_of(reader, state[where])
     one = assembler(reader, None if targets is None else plan_into(targets))
     for at in (start, (start + end) // 2, end - 1):
@@ -211,25 +211,25 @@ def test_damage_anywhere_is_found(
 def test_a_damaged_end_is_not_even_parsed(saved: tuple[Path, ShardRecord, dict[str, torch.Tensor]], back: int) -> None:
     """The directory, the pickle and what is of this rank alone."""
     folder, record, _ = saved
-    reader = shard_reader(str(folder), RUN, record)
+    reader = shard_reader(LocalTier(folder), RUN, record)
     path, blocks, at = reader.path, record.blocks, record.nbytes - back
     reader.close()
     assert at >= record.sections[-1]
     damage(path, at)
     with pytest.raises(CorruptShard, match=r"do not match their digests") as caught:
-        shard_reader(str(folder), RUN, record)
+        shard_reader(LocalTier(folder), RUN, record)
     assert caught.value.ranges == (blocks.bounds(blocks.index_at(at)),)
 
 
 def test_every_flipped_byte_of_a_file_is_noticed(saved: tuple[Path, ShardRecord, dict[str, torch.Tensor]]) -> None:
     """Headers of storages too: nothing of ours goes by them, but torch does."""
     folder, record, _ = saved
-    path = shard_reader(str(folder), RUN, record).path
+    path = shard_reader(LocalTier(folder), RUN, record).path
     unnoticed = []
     for at in range(record.nbytes):
         damage(path, at)
         try:
-            reader = shard_reader(str(folder), RUN, record)
+            reader = shard_reader(LocalTier(folder), RUN, record)
             try:
                 if not assembler(reader, None).read(threads=1):
                     unnoticed.append(at)
@@ -244,7 +244,7 @@ def test_every_flipped_byte_of_a_file_is_noticed(saved: tuple[Path, ShardRecord,
 
 def test_what_nobody_wants_is_not_read(saved: tuple[Path, ShardRecord, dict[str, torch.Tensor]]) -> None:
     folder, record, state = saved
-    reader = shard_reader(str(folder), RUN, record)
+    reader = shard_reader(LocalTier(folder), RUN, record)
     a, b = (place_of(reader, state[key]) for key in "ab")
     damage(reader.path, sum(a) // 2)
     one = assembler(reader, plan_new(lambda key: key == "b"))
@@ -261,7 +261,7 @@ def test_a_disk_that_fails_is_damage_and_no_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder, record, _ = saved
-    reader = shard_reader(str(folder), RUN, record)
+    reader = shard_reader(LocalTier(folder), RUN, record)
     one = assembler(reader, plan_new())
 
     def fails(fd: int, buffers: object, at: int) -> int:
@@ -336,7 +336,7 @@ def test_where_tensors_are_is_the_same_with_and_without_making_them(
         assert ticket is not None
         ticket.wait(Stage.COMMITTED)
     (step,) = step_dirs(path)
-    reader = shard_reader(str(path), RUN, read_record(LocalTier(path), RUN, step, 0))
+    reader = shard_reader(LocalTier(path), RUN, read_record(LocalTier(path), RUN, step, 0))
     described, made = (stored_state.ReplicatedState(reader, allow_pickle=True) for _ in range(2))
     assert described.place() == made._place_any()
     leaves = {key: object() for key in made.place()[0]}

@@ -31,6 +31,7 @@ from resiliency.inspection.by_path import load_path, locate
 from resiliency.plugins import _lightning, checkpoint_io
 from resiliency.plugins.checkpoint_io import build
 from resiliency.storage.catalog import scan
+from resiliency.storage.meta_folder import meta_folder
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import flip_bits
@@ -276,6 +277,7 @@ SAVES_AND_ENDS = """
 import torch
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.plugins.checkpoint_io import TieredIO
+from resiliency.storage.meta_folder import meta_folder
 io = TieredIO(options=CheckpointerOptions(agent="embedded"))
 io.save_checkpoint({"global_step": 1, "state_dict": {"w": torch.ones(3)}}, "one.ckpt")
 """
@@ -590,5 +592,5 @@ def test_a_function_in_the_place_of_torch_save_writes_the_checkpoints(
     monkeypatch.setattr(torch, "save", lambda *arguments, **named: (seen.append(1), real(*arguments, **named))[1])
     for step in (1, 2):
         io.save_checkpoint(checkpoint(step), tmp_path / f"{step}.ckpt")
-    assert len(seen) == 2 and os.listdir(tmp_path).count(".resiliency") == 0
+    assert len(seen) == 2 and not os.path.exists(meta_folder(str(tmp_path)))
     assert caplog.text.count("has replaced torch.save") == 1

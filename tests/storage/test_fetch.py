@@ -13,6 +13,7 @@ import pytest
 from resiliency.errors import CorruptShard
 from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.fetch import fetch_shard, remove_dead_fetches
+from resiliency.storage.manifest import META_DIR
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import make_checkpointer, make_state
@@ -27,7 +28,7 @@ class Dying(LocalTier):
         os.kill(os.getpid(), signal.SIGKILL)
 source = Dying(sys.argv[1])
 (step,) = scan(source, "run")
-fetch.fetch_shard(source, "run", step.id, 0, sys.argv[2], node="here")
+fetch.fetch_shard(source, "run", step.id, 0, LocalTier(sys.argv[2]), node="here")
 """
 
 
@@ -47,7 +48,7 @@ def files(folder: Path) -> list[str]:
 def test_what_arrives_is_what_was_there(source: LocalTier, tmp_path: Path) -> None:
     (step,) = scan(source, "run")
     prefix = step_prefix("run", step.id)
-    fetch_shard(source, "run", step.id, 0, str(tmp_path / "to"), node="here")
+    fetch_shard(source, "run", step.id, 0, LocalTier(tmp_path / "to"), node="here")
     assert files(tmp_path / "to") == [f"{prefix}shard-00000.json", f"{prefix}shard-00000.shard"]
     assert (tmp_path / "to" / prefix / "shard-00000.shard").read_bytes() == source.read(f"{prefix}shard-00000.shard")
 
@@ -59,7 +60,7 @@ def test_damage_on_the_way_leaves_nothing(source: LocalTier, tmp_path: Path, mon
         LocalTier, "read_range", lambda self, key, start, end: real(self, key, start, end)[:-1] + b"\x55"
     )
     with pytest.raises(CorruptShard, match=r"bytes 0 to \d+ do not match"):
-        fetch_shard(source, "run", step.id, 0, str(tmp_path / "to"), node="here")
+        fetch_shard(source, "run", step.id, 0, LocalTier(tmp_path / "to"), node="here")
     assert files(tmp_path / "to") == []
 
 
@@ -72,7 +73,7 @@ def test_a_killed_restore_leaves_nothing_for_long(source: LocalTier, tmp_path: P
     of_a_living = left.parent / f"here-{os.getpid()}-00000000"
     for folder in (of_another_host, of_a_living):
         folder.mkdir()
-    assert remove_dead_fetches(str(to), "run", "here") == 1
+    assert remove_dead_fetches(str(to / META_DIR / "run"), "here") == 1
     assert not left.exists() and of_another_host.exists() and of_a_living.exists()
 
 

@@ -11,7 +11,7 @@ import pytest
 from resiliency.checkpoint.options import LocalTierOptions
 from resiliency.storage.catalog import find_runs, scan
 from resiliency.storage.manifest import META_DIR
-from resiliency.storage.meta_folder import ignore_in_git, remove_meta_folder
+from resiliency.storage.meta_folder import make_meta_folder, remove_meta_folder
 from resiliency.storage.single_files import drop_folders
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import RUN, make_checkpointer, make_lightning_state, make_series, save_steps
@@ -61,6 +61,7 @@ def test_it_goes_with_the_folder_of_the_last_run(tmp_path: Path) -> None:
 
 
 def test_a_folder_for_the_time_of_a_job_goes_whole(tmp_path: Path) -> None:
+    (tmp_path / "c" / META_DIR).mkdir(parents=True)  # otherwise it would lie apart
     local = LocalTierOptions(directory=str(tmp_path / "c"), only_files=True)
     with make_checkpointer(local) as checkpointer:
         checkpointer.save(1, make_lightning_state(1), names=["step=1.ckpt"])
@@ -76,12 +77,12 @@ def test_it_is_not_sent_to_another_tier(tmp_path: Path) -> None:
 def test_a_job_that_begins_while_the_folder_goes_keeps_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meta = tmp_path / META_DIR
     meta.mkdir()
-    ignore_in_git(str(meta))
+    make_meta_folder(str(tmp_path), apart=False)
     real = os.rmdir
 
     def rmdir(path: str) -> None:
         (meta / "another").mkdir()
-        ignore_in_git(str(meta))
+        make_meta_folder(str(tmp_path), apart=False)
         (meta / ".gitignore").unlink()  # the job has looked before it went
         real(path)
 
@@ -94,7 +95,7 @@ def test_a_users_own_file_there_stays_and_is_not_replaced(tmp_path: Path) -> Non
     meta = tmp_path / META_DIR
     meta.mkdir()
     (meta / ".gitignore").write_text("logs/\n")
-    ignore_in_git(str(meta))
+    make_meta_folder(str(tmp_path), apart=False)
     assert (meta / ".gitignore").read_text() == "logs/\n"
     (meta / ".gitignore").unlink()
     (meta / "mine").touch()
@@ -103,6 +104,5 @@ def test_a_users_own_file_there_stays_and_is_not_replaced(tmp_path: Path) -> Non
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    ignore_in_git(str(tmp_path / "missing"))
     remove_meta_folder(str(tmp_path / "missing"))
     assert not (tmp_path / "missing").exists()

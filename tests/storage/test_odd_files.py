@@ -100,13 +100,13 @@ def test_whoever_opens_a_file_refuses_what_is_none(kind: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_odd_attempt_file_is_no_attempt(kind: str, tmp_path: Path) -> None:
-    put(kind, Path(attempt_file(str(tmp_path), "r")))
-    assert at_once(lambda: read_attempt(str(tmp_path), "r")) == 0
-    wrote = at_once(lambda: write_attempt(str(tmp_path), "r", 3))
+    put(kind, Path(attempt_file(str(tmp_path))))
+    assert at_once(lambda: read_attempt(str(tmp_path))) == 0
+    wrote = at_once(lambda: write_attempt(str(tmp_path), 3))
     if kind == "folder":
         assert isinstance(wrote, OSError)  # the agent says so, and counts by the steps
     else:
-        assert wrote is None and read_attempt(str(tmp_path), "r") == 3
+        assert wrote is None and read_attempt(str(tmp_path)) == 3
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,6 +18,7 @@ from resiliency.inspection import survey
 from resiliency.inspection.by_path import load_path, locate
 from resiliency.inspection.verify import check_step
 from resiliency.storage.manifest import META_DIR
+from resiliency.storage.meta_folder import meta_folder
 from resiliency.storage.shard_file import IDENTITY_BYTES
 from resiliency.storage.single_files import drop_folders, find_single_files, read_single_file, restore_folders
 from resiliency.storage.tiers.local import LocalTier
@@ -242,7 +243,8 @@ def test_the_folder_goes_when_the_job_has_ended_in_order(tmp_path: Path, reason:
     if reason == "nothing":
         checkpointer._parts().session.client.send = lambda message: None  # type: ignore[method-assign]
     checkpointer.close(reason=reason)
-    assert (META_DIR in os.listdir(tmp_path)) is (reason == "nothing")
+    assert os.path.exists(meta_folder(str(tmp_path))) is (reason == "nothing")
+    assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
 def test_a_folder_of_files_is_listed_and_verified(tmp_path: Path) -> None:

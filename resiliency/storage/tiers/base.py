@@ -67,6 +67,11 @@ class Tier(Protocol):
     is_local: bool
     durable: bool
 
+    def location(self, key: str) -> str:
+        """Path or address of an object, or of a folder of objects, whether or not there is one; for people, and for
+        callers that open files of a local tier themselves."""
+        ...
+
     def put_bytes(self, key: str, data: bytes) -> None:
         """Stores small data atomically: a reader sees the old object, the new one, or none; never a part."""
         ...

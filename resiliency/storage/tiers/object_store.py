@@ -105,6 +105,10 @@ class ObjectStoreTier:
     def __repr__(self) -> str:
         return f"ObjectStoreTier({self.root!r}, name={self.name!r})"
 
+    def location(self, key: str) -> str:
+        """Address of an object; see the protocol."""
+        return f"{self.root}/{key}" if key else self.root
+
     def put_bytes(self, key: str, data: bytes) -> None:
         """Stores small data in one PUT; see the protocol."""
         path = self._path(key)
