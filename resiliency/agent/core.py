@@ -320,7 +320,7 @@ class HostAgent:
     def _leave_only_files(self) -> None:
         """Removes the run's folder when all ranks have left in order and every step is a file that needs nothing
         else."""
-        if not self._serves_all or not self._left.issuperset(self.config.local_ranks):
+        if not self._serves_all:
             return
         committed = self._steps.select(lambda step: step.committed is not None)
         folder, directory = self.config.run_folder, self.config.local.address
@@ -328,6 +328,8 @@ class HostAgent:
             self._fence.check()
             if not os.path.isdir(directory):
                 self._remover.drop_run(())  # the user has deleted all checkpoints
+                return
+            if not self._left.issuperset(self.config.local_ranks):
                 return
             through = self._tier.location(self._fence.staging)
             if not all(step.durable and step.pins == 0 for step in committed):

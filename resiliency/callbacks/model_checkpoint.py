@@ -538,6 +538,9 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         self._fence()
         with self._collect():
             super().on_train_epoch_end(trainer, pl_module)
+        if _lightning.users_code_has(trainer, "on_train_epoch_start"):
+            # That hook comes next, and may list the folder, or upload what is new in it. Hooks of batches do not wait.
+            self._wait_until_committed({self.best_model_path, self.last_model_path, *self.best_k_models})
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         with self._collect():

@@ -49,11 +49,15 @@ __all__ = [
     "tell_fetches",
     "tell_user",
     "torch_save_is_replaced",
+    "users_code_has",
     "users_handler",
     "warn_user",
 ]
 
 logger = logging.getLogger(__name__)
+
+#: Beginnings of the modules whose classes are not the user's.
+_NOT_THE_USERS = ("lightning.pytorch.", "pytorch_lightning.", "resiliency.")
 
 
 def tell_user(trainer: Any, message: str) -> None:
@@ -194,11 +198,19 @@ def reached_its_end(trainer: Any) -> bool:
 
 def module_overrides(trainer: Any, hook: str) -> bool:
     """True when the user's LightningModule has its own ``hook``."""
-    module = trainer.lightning_module
-    if hook in getattr(module, "__dict__", {}):
+    return _overrides(trainer.lightning_module, hook)
+
+
+def users_code_has(trainer: Any, hook: str) -> bool:
+    """True when the user's LightningModule, or a callback of neither Lightning nor ours, has its own ``hook``."""
+    return any(_overrides(one, hook) for one in (trainer.lightning_module, *trainer.callbacks))
+
+
+def _overrides(one: Any, hook: str) -> bool:
+    if hook in getattr(one, "__dict__", {}):
         return True
-    owner = next((cls for cls in type(module).__mro__ if hook in cls.__dict__), None)
-    return owner is not None and not owner.__module__.startswith(("lightning.pytorch.", "pytorch_lightning."))
+    owner = next((cls for cls in type(one).__mro__ if hook in cls.__dict__), None)
+    return owner is not None and not owner.__module__.startswith(_NOT_THE_USERS)
 
 
 def after_batch_end_hooks(trainer: Any, action: Callable[[], None]) -> None:

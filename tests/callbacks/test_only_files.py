@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import signal
@@ -241,6 +242,30 @@ def test_a_listing_in_any_hook_shows_what_it_shows_with_the_stock_class(
     assert [set(theirs) - set(own) for own, theirs in zip(ours_seen, stock_seen, strict=True)] == [set()] * len(
         stock_seen
     )
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("whose", ["the module's", "a callback's"])
+def test_the_start_of_an_epoch_finds_what_the_end_of_the_one_before_has_saved(
+    namespace: str, whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with the stock class, and without asking for a path: a script that uploads what is new does so there."""
+    seen: list[list[str]] = []
+
+    def look(*_: Any) -> None:
+        seen.append(sorted(os.listdir(tmp_path / "ckpts")) if (tmp_path / "ckpts").is_dir() else [])
+
+    net, callbacks = make_net(namespace), []
+    if whose == "the module's":
+        net.on_train_epoch_start = look
+    else:
+        looking = importlib.import_module(f"{namespace}.callbacks").Callback()
+        looking.on_train_epoch_start = look
+        callbacks.append(looking)
+    callbacks.append(build(namespace)(dirpath=tmp_path / "ckpts", save_top_k=-1))
+    monkeypatch.setenv("RESILIENCY_FAULTS", "agent.name.write:delay=0.3@*")  # in the agent's process
+    make_trainer(namespace, callbacks, root=tmp_path, max_epochs=3).fit(net, loader())
+    assert seen == [[], ["epoch=0-step=6.ckpt"], ["epoch=0-step=6.ckpt", "epoch=1-step=12.ckpt"]]
 
 
 def test_the_folder_of_a_running_fit_can_be_copied_and_packed_at_any_time(tmp_path: Path) -> None:
