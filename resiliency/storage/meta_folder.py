@@ -26,6 +26,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 
+from resiliency.settings import state_home
 from resiliency.storage.manifest import META_DIR
 
 __all__ = [
@@ -264,8 +265,7 @@ def _from(base: str, real: str) -> str:
 
 
 def _bases(real: str, mount: tuple[int, ...]) -> Iterator[str]:
-    state = os.environ.get("XDG_STATE_HOME", "")
-    state = state if os.path.isabs(state) else os.path.expanduser("~/.local/state")
+    state = state_home()
     if os.path.isabs(state):
         base = os.path.join(os.path.realpath(state), _BASE)
         if _is_usable(base, real, mount):
