@@ -68,6 +68,20 @@ class Fence:
                 f"another job has moved {self._run} to {self._within}; attempt {self._config.attempt} is over"
             )
 
+    def cause(self, error: Exception) -> Exception:
+        """What made an effect fail: that this attempt is over, if it is, otherwise ``error``.
+
+        When a later attempt starts between a check and the move after it, the move finds that its staging folder is
+        gone, and says only that.
+        """
+        if isinstance(error, AgentError):
+            return error
+        try:
+            self.check()
+        except AgentError as over:
+            return over
+        return error
+
     @staticmethod
     def _newest(run: str) -> int:
         newest = read_attempt(run)

@@ -455,7 +455,8 @@ class HostAgent:
             # If its record exists, an earlier agent wrote it, and another host's agent may have committed the step. A
             # file that is not the sealed one belongs to somebody else. In both cases nothing is deleted.
             keep = isinstance(error, FileNotFoundError) or os.path.lexists(self._path(seal.id, record_file(rank)))
-            self._failed(seal.id, rank, f"cannot commit to {self.config.local.address}: {error}", keep=keep)
+            reason = f"cannot commit to {self.config.local.address}: {self._fence.cause(error)}"
+            self._failed(seal.id, rank, reason, keep=keep)
             return
         for record in records:
             self._steps.add_record(record)
@@ -584,7 +585,8 @@ class HostAgent:
         faultpoints.hit("agent.committed")
         self._after_commit(step)
 
-    def _commit_failed(self, step: StepId, error: OSError | TierError | AgentError) -> None:
+    def _commit_failed(self, step: StepId, found: OSError | TierError | AgentError) -> None:
+        error = self._fence.cause(found)
         tier, reason = self.config.local.name, f"cannot commit to {self.config.local.address}: {error}"
         if _is_no_room(error) and self._serves_all:
             # It would take up space until a later step is committed, and there may be no space for one.

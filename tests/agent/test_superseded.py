@@ -277,7 +277,7 @@ def test_an_agent_stopped_between_its_last_look_and_a_change_does_not_make_it(
     local: Path, start: Any, monkeypatch: pytest.MonkeyPatch, call: str, target: str
 ) -> None:
     spec = TierSpec(address=str(local), name="local", keep=1)
-    old, _ = start(config_for(local, local=spec))
+    old, heard = start(config_for(local, local=spec))
     save(old, 1, names=("old.ckpt",))
     real, pictures = getattr(os, call), []
 
@@ -295,6 +295,10 @@ def test_an_agent_stopped_between_its_last_look_and_a_change_does_not_make_it(
     assert old.wait(Stage.DURABLE, timeout_s=20)
     monkeypatch.undo()
     assert pictures and snapshot(local) == pictures[0]
+    reasons = [message.reason for message in heard if isinstance(message, Failed)]
+    # Not only that a folder is gone, which is how the change found out.
+    assert all("attempt 2 of this job has started; attempt 1 is over" in reason for reason in reasons), reasons
+    assert len(reasons) == (call == "replace")
     old.close()
     assert snapshot(local) == pictures[0]
 
