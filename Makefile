@@ -25,7 +25,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 # The tests start hundreds of interpreters: with this variable set each of them would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup test lint conformance demo bench clean
+.PHONY: help setup test lint collected conformance demo bench clean
 
 help:
 	@grep -E '^# make' Makefile | cut -c3-
@@ -64,8 +64,13 @@ lint: $(STAMP)
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
 
-test: $(STAMP) lint
+test: $(STAMP)
+	@$(MAKE) --no-print-directory -j2 --output-sync=target lint collected
 	$(PYTEST)
+
+# Compiles the tests and all that they import once, beside mypy; otherwise each worker of a new clone would do it.
+collected: $(STAMP)
+	@said=$$($(PY) -m pytest --collect-only -qq 2>&1) || { tail -n 60 <<< "$$said"; exit 1; }
 
 # All of it: CONFORMANCE="callback:lightning.pytorch callback:pytorch_lightning io:lightning.pytorch io:pytorch_lightning".
 CONFORMANCE ?= callback:lightning.pytorch io:pytorch_lightning
