@@ -28,7 +28,7 @@ def delete_abandoned(meta: str) -> int:
     deleted = 0
     for folder in folders_apart(meta):
         directory = owner_of(folder)
-        if folder == meta or directory is None or os.path.lexists(directory) or _is_served(folder, directory):
+        if folder == meta or directory is None or not _is_gone(directory) or _is_served(folder, directory):
             continue
         nbytes = _size(folder)
         try:
@@ -41,6 +41,17 @@ def delete_abandoned(meta: str) -> int:
         deleted += 1
         logger.info("deleted %s (%d MiB), because %s is deleted", folder, nbytes >> 20, directory)
     return deleted
+
+
+def _is_gone(directory: str) -> bool:
+    """False also when that is not known: a folder above cannot be searched now, or its server does not answer."""
+    try:
+        os.lstat(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError as error:
+        logger.debug("whether %s exists is not known: %s", directory, error)
+    return False
 
 
 def _is_served(folder: str, directory: str) -> bool:

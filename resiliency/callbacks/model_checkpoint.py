@@ -363,11 +363,11 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             if self._unsuited(dirpath):
                 return found
             key = self._places(dirpath).key
-        newest = key.newest
+        folders = key.step_folders
         ours = {path for path in found if not is_stock(path)}
         # "last" means the newest step, whatever its name, so that every rank finds the same step.
-        candidates = {newest} if os.path.isdir(newest) else newest_file(key, prefer=ours) or ours
-        trainer_session(trainer).resume.last_candidates |= candidates | {newest}
+        candidates = {folders} if os.path.isdir(folders) else newest_file(key, prefer=ours) or ours
+        trainer_session(trainer).resume.last_candidates |= candidates | {key.newest}
         return (found - ours) | candidates
 
     # -- storage ------------------------------------------------------------------------------------------------------

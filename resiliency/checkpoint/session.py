@@ -87,6 +87,8 @@ def _make_run_folder(directory: str, run: str, rank: int, meta: str) -> str:
     """
     for attempt in range(_TRIES):
         try:
+            if not meta and (tier := LocalTier(directory, durable=False)).is_apart:
+                restore_folders(tier, run)  # before they are moved: in the directory step folders count, files do not
             folder = os.path.join(meta or make_meta_folder(directory, apart=False), run)
             os.makedirs(folder, exist_ok=True)
             _try_writing(os.path.join(folder, f".write-{rank:05d}"))

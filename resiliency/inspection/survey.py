@@ -299,13 +299,14 @@ def runs_in(tier: Tier) -> list[str]:
 
 
 def listings(tier: Tier, run: str) -> list[StepListing]:
-    """A run's steps on a tier, oldest first: in folders, or else as single files.
+    """A run's steps on a tier, oldest first: in folders, or as single files.
 
     Raises:
         UnsupportedFormat: the run holds steps that another version of the format wrote.
         TierError: the tier cannot be listed.
     """
-    return scan(tier, run) or [file.listing for file in single_files_of(tier, run)]
+    files = [file.listing for file in single_files_of(tier, run)]
+    return sorted({listing.id: listing for listing in [*files, *scan(tier, run)]}.values(), key=lambda step: step.id)
 
 
 def is_committed(listing: StepListing) -> bool:

@@ -128,14 +128,16 @@ def read_shard_inside(tier: Tier, key: str, record: ShardRecord) -> bytes:
 
 
 def single_file_at(tier: Tier, run: str, name: str) -> Manifest | None:
-    """The records of the step that the file of this name is, for a run without step folders; None for anything else.
+    """The records of the step that the file of this name is, if :func:`single_files_of` has it; None for anything else.
 
     Blocks: a few small reads. Raises: as :func:`read_single_file`.
     """
-    if not tier.is_local or _has_step_folders(tier, run) or not _may_count(name):
+    if not isinstance(tier, LocalTier) or not _files_count(tier, run) or not _may_count(name):
         return None
     step = read_single_file(tier.location(name))
-    return step if step is not None and step.run == run and name in step.names else None
+    if step is None or step.run != run or name not in step.names or step.id in _step_folders(tier, run):
+        return None
+    return step
 
 
 def find_single_files(root: str, run: str | None = None, *, below: bool = True) -> list[SingleFile]:
@@ -192,24 +194,38 @@ def _may_count(name: str) -> bool:
 
 
 def single_files_of(tier: Tier, run: str) -> list[SingleFile]:
-    """The steps of a run as files; empty for a run with step folders, which hold its steps themselves, and on a remote
-    tier.
+    """The steps of a run that are files and nothing else, oldest first; empty on a remote tier.
+
+    Step folders in the root hold all steps of the run themselves, so that no file is read. Those that lie apart may be
+    what one killed job left, while the files come from later ones that had the folder elsewhere: on another host, in a
+    container, under another path, with another ``XDG_STATE_HOME``.
 
     Raises:
         OSError: the tier cannot be listed.
     """
-    if not tier.is_local:
+    if not isinstance(tier, LocalTier) or not _files_count(tier, run):
         return []
-    return [] if _has_step_folders(tier, run) else find_single_files(tier.root, run)
+    folders = _step_folders(tier, run)  # before the files: a step that is deleted meanwhile does not count
+    return [file for file in find_single_files(tier.root, run) if file.manifest.id not in folders]
 
 
-def _has_step_folders(tier: Tier, run: str) -> bool:
+def _files_count(tier: LocalTier, run: str) -> bool:
+    """True when a file may be a step that has no folder."""
     steps = tier.location(f"{META_DIR}/{run}/{STEPS_DIR}")
-    return os.path.lexists(steps) and not (os.path.isdir(steps) and not os.listdir(steps))
+    return not os.path.lexists(steps) or (os.path.isdir(steps) and (tier.is_apart or not os.listdir(steps)))
+
+
+def _step_folders(tier: LocalTier, run: str) -> set[StepId]:
+    try:
+        names = os.listdir(tier.location(f"{META_DIR}/{run}/{STEPS_DIR}"))
+    except FileNotFoundError:
+        return set()
+    return {step for name in names if (step := StepId.parse(name)) is not None}
 
 
 def restore_folders(tier: LocalTier, run: str) -> int:
-    """Makes the step folders of a run again from its files, if it has none. Returns the number of steps.
+    """Makes the step folders of a run again, of the files that :func:`single_files_of` finds. Returns the number of
+    steps.
 
     Several processes may call it at once; a killed one leaves nothing that counts. Blocks: as
     :func:`find_single_files`, and two or three small writes for each shard of each step.
@@ -223,7 +239,7 @@ def restore_folders(tier: LocalTier, run: str) -> int:
     if not files:
         return 0
     temp = os.path.join(folder, _RESTORED + secrets.token_hex(4))
-    made = 0
+    made: list[str] = []
     for file in files:
         step = os.path.join(temp, file.manifest.id.dirname)
         os.makedirs(step)
@@ -244,16 +260,27 @@ def restore_folders(tier: LocalTier, run: str) -> int:
             logger.warning("%s is not counted as a checkpoint: %s", tier.location(file.name), error)
             shutil.rmtree(step)
             continue
-        made += 1
+        made.append(file.manifest.id.dirname)
     steps = os.path.join(folder, STEPS_DIR)
     try:
-        os.rename(temp, steps)
+        os.rename(temp, steps)  # all at once
     except OSError:
         if not os.path.isdir(steps):
             raise
-        shutil.rmtree(temp)  # another process was first
-        return 0
-    return made
+        # There are others, which lie apart, or another process was first.
+        made = [step for step in made if _moved(os.path.join(temp, step), os.path.join(steps, step))]
+        shutil.rmtree(temp)
+    return len(made)
+
+
+def _moved(source: str, target: str) -> bool:
+    try:
+        os.rename(source, target)
+    except OSError:
+        if not os.path.isdir(target):
+            raise
+        return False
+    return True
 
 
 def _write_beside(step: str, manifest: Manifest) -> None:

@@ -190,8 +190,9 @@ make_trainer("lightning.pytorch", [callback], root=folder).fit(net, loader())
 """
 
 
+@pytest.mark.parametrize("way", ["auto", "last"])
 def test_a_killed_job_keeps_its_folder_and_the_next_one_tidies_up(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, zygote: Zygote
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, zygote: Zygote, way: str
 ) -> None:
     output = tmp_path_factory.mktemp("output") / "killed"
     worker = start_script(zygote, KILLED, output, str(tmp_path))
@@ -200,8 +201,10 @@ def test_a_killed_job_keeps_its_folder_and_the_next_one_tidies_up(
     apart = Path(meta_folder(str(tmp_path)))
     assert apart.is_dir() and apart.parent != tmp_path
     net = make_net(PL)
-    callback = build(PL)(dirpath=tmp_path, every_n_train_steps=2, save_top_k=-1, auto_resume=True)
-    make_trainer(PL, [callback], root=tmp_path, max_epochs=1).fit(net, loader())
+    callback = build(PL)(dirpath=tmp_path, every_n_train_steps=2, save_top_k=-1, auto_resume=way == "auto")
+    make_trainer(PL, [callback], root=tmp_path, max_epochs=1).fit(
+        net, loader(), ckpt_path="last" if way == "last" else None
+    )
     assert net.ran == 2
     assert everything(tmp_path) == [f"epoch=0-step={step}.ckpt" for step in (2, 4, 6)]
     assert content(tmp_path / "epoch=0-step=4.ckpt")["global_step"] == 4

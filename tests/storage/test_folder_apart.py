@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import shutil
@@ -232,6 +233,28 @@ def test_a_job_is_over_when_a_later_one_moves_its_folder(ckpts: Path) -> None:
         assert restored is not None and restored.step == 1
 
 
+@pytest.mark.parametrize("next_one", ["apart", "in the directory"])
+def test_after_a_kill_files_of_jobs_that_had_their_folder_elsewhere_count(
+    ckpts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, next_one: str
+) -> None:
+    """As after a fit on another host, in a container, or in a shell with another ``XDG_STATE_HOME``."""
+    apart = killed(ckpts, 1, 2)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+        with make_checkpointer(only_files(ckpts)) as checkpointer:
+            assert checkpointer.load() is not None
+            save(checkpointer, 3)
+    assert apart.is_dir() and os.listdir(tmp_path / "elsewhere") == []
+    target = survey.find(str(ckpts))
+    assert [listing.id.step for listing in survey.listings(target.tier, RUN)] == [1, 2, 3]
+    (ckpts / "step=1.ckpt").unlink()
+    with make_checkpointer(only_files(ckpts) if next_one == "apart" else ckpts) as checkpointer:
+        assert checkpointer.session.attempt == 3
+        restored = checkpointer.load()
+        assert restored is not None and restored.step == 3
+    assert not apart.exists()
+
+
 def test_a_copy_of_the_directory_is_whole_without_it(ckpts: Path, tmp_path: Path) -> None:
     killed(ckpts, 1, 2)
     shutil.copytree(ckpts, tmp_path / "copy")
@@ -270,6 +293,24 @@ def test_what_a_running_job_uses_is_not_deleted_when_its_directory_is(ckpts: Pat
         other = make_meta_folder(str(tmp_path / "other"), apart=True)
         assert delete_abandoned(other) == 0 and os.path.isdir(apart)
     assert delete_abandoned(other) <= 1
+
+
+@pytest.mark.parametrize("error", [PermissionError, OSError(errno.ESTALE, "stale"), OSError(errno.EIO, "broken")])
+def test_nothing_is_deleted_while_it_is_not_known_whether_the_directory_exists(
+    ckpts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError | type[OSError]
+) -> None:
+    apart = killed(ckpts, 1)
+    other = make_meta_folder(str(tmp_path / "other"), apart=True)
+    lstat = os.lstat
+
+    def fails(path: Any, **given: Any) -> os.stat_result:
+        if os.fspath(path) == str(ckpts):
+            raise error
+        return lstat(path, **given)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "lstat", fails)
+        assert delete_abandoned(other) == 0 and apart.is_dir()
 
 
 def test_a_folder_without_an_owner_stays(state: Path, tmp_path: Path) -> None:

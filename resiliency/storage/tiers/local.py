@@ -192,7 +192,7 @@ class LocalTier:
         return os.path.join(self.root, first, *rest) if key else self.root
 
     @property
-    def _is_apart(self) -> bool:
+    def is_apart(self) -> bool:
         """True when what has a key below ``META_DIR`` lies outside of the root."""
         return self.location(META_DIR) != os.path.join(self.root, META_DIR)
 
@@ -497,7 +497,7 @@ class LocalTier:
             unreadable: folders that cannot be read completely are added here, each with its error.
         """
         pending = [folder]
-        if not folder and META_DIR.startswith(start) and self._is_apart:
+        if not folder and META_DIR.startswith(start) and self.is_apart:
             pending.append(META_DIR)
         while pending:
             current = pending.pop()
