@@ -13,14 +13,16 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from resiliency.checkpoint._pages import view
 from resiliency.checkpoint.read_plan import Read, ReadPlan, ReadPlanner, plan_new
 from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.checkpoint.stored_state import ReplicatedState, ShardedState, load_rank_state, sharded_chunks
@@ -36,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 #: Bytes copied and digested at a time, see :mod:`resiliency.checkpoint.snapshot`.
 _STRIDE = 512 * 1024
+#: Most destinations of one system call; Linux takes 1024.
+_MAX_TARGETS = 256
 #: Most threads; more are not faster, because memory bandwidth is the limit.
 _MAX_THREADS = 4
 
@@ -156,7 +160,7 @@ class ShardAssembler:
         """The blocks of a shard that have bytes of the plan, in order, each with its segments in order."""
         blocks = self._readers[index].record.blocks
         found: dict[int, list[_ByteRange]] = {}
-        for segment in sorted(self._segments[index], key=lambda segment: segment.start):
+        for segment in sorted(self._segments[index], key=operator.attrgetter("start")):
             for block in blocks.within(segment.start, segment.start + segment.nbytes):
                 found.setdefault(block, []).append(segment)
         for start, end in self._ranges[index]:
@@ -199,31 +203,28 @@ def _add_further_keys(
 def _segment(read: Read, placed: Placed) -> _ByteRange | None:
     """The read as a copy of contiguous bytes; None when source or destination is not contiguous, or needs
     conversion."""
-    target, chunk, start = read.destination, placed.chunk, placed.start
-    whole = read.lengths == chunk.sizes  # a box as large as the chunk begins where the chunk does
-    whole_rows = whole or (read.lengths[1:] == chunk.sizes[1:] and not any(read.box_offsets[1:]))
-    plain = (
-        target.is_cpu
-        and target.layout == torch.strided
-        and target.is_contiguous()
-        and not target.is_conj()
-        and not target.is_neg()
-    )
+    _, _, box_offsets, lengths, target = read
+    chunk, start, _, strides, conjugated, negated = placed
     if (
-        not whole_rows
-        or not plain
-        or placed.strides is not None
-        or placed.conjugated
-        or placed.negated
+        strides is not None
+        or conjugated
+        or negated
+        or not target.is_cpu
+        or target.layout != torch.strided
+        or not target.is_contiguous()
+        or target.is_conj()
+        or target.is_neg()
         or target.dtype != dtype_from_name(chunk.dtype)
-        or target.shape != read.lengths
+        or target.shape != lengths
     ):
         return None
-    if whole:
+    if lengths == chunk.sizes:  # a box as large as the chunk begins where the chunk does
         return _ByteRange(start, chunk.nbytes, target.data_ptr())
+    if lengths[1:] != chunk.sizes[1:] or any(box_offsets[1:]):  # not whole rows
+        return None
     row = math.prod(chunk.sizes[1:]) * chunk.itemsize
-    first = read.box_offsets[0] if read.box_offsets else 0
-    return _ByteRange(start + first * row, math.prod(read.lengths) * chunk.itemsize, target.data_ptr())
+    first = box_offsets[0] if box_offsets else 0
+    return _ByteRange(start + first * row, math.prod(lengths) * chunk.itemsize, target.data_ptr())
 
 
 def _read_and_check(reader: ShardReader, block: int, segments: Sequence[_ByteRange]) -> bool:
@@ -238,6 +239,29 @@ def _read_block(reader: ShardReader, block: int, segments: Sequence[_ByteRange])
     """Copies the block's bytes to their destinations; True when the block matches its digest. Thread: any."""
     begin, end = reader.record.blocks.bounds(block)
     digest = new_digest()
+    # A call for each tensor and each header would take most of the time when tensors are small.
+    targets: list[bytearray | memoryview] = []
+    taken = 0
+    for first, last, address in _parts(reader, begin, end, segments):
+        while first < last:
+            nbytes = min(_STRIDE - taken, last - first)
+            if address is None:
+                targets.append(bytearray(nbytes))
+            else:
+                targets.append(view(address, nbytes))
+                address += nbytes
+            first += nbytes
+            taken += nbytes
+            if taken == _STRIDE or len(targets) == _MAX_TARGETS or first == end:
+                reader.take(first - taken, targets, digest)
+                targets, taken = [], 0
+    return digest.hexdigest() == reader.record.digests[block]
+
+
+def _parts(
+    reader: ShardReader, begin: int, end: int, segments: Sequence[_ByteRange]
+) -> Iterator[tuple[int, int, int | None]]:
+    """Bytes ``[begin, end)`` in order, in parts: (first, end, address they go to; None: they are only checked)."""
     at = begin
     for segment in segments:
         first, last = max(segment.start, begin), min(segment.start + segment.nbytes, end)
@@ -246,13 +270,11 @@ def _read_block(reader: ShardReader, block: int, segments: Sequence[_ByteRange])
             overlap = min(last, at)
             reader.copy(first, segment.address + first - segment.start, overlap - first)
             first = overlap
-        for gap in range(at, first, _STRIDE):
-            digest.update(reader.read(gap, min(gap + _STRIDE, first)))
-        at = max(at, first)
-        while at < last:
-            stride = min(_STRIDE, last - at)
-            reader.take(at, segment.address + at - segment.start, stride, digest)
-            at += stride
-    for gap in range(at, end, _STRIDE):
-        digest.update(reader.read(gap, min(gap + _STRIDE, end)))
-    return digest.hexdigest() == reader.record.digests[block]
+        elif first > at:
+            yield at, first, None
+            at = first
+        if first < last:
+            yield first, last, segment.address + first - segment.start
+            at = last
+    if at < end:
+        yield at, end, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -118,15 +119,20 @@ class ShardReader:
             raise CorruptShard(f"{self.path}: entry {name} is missing", path=self.path)
         return self._checked(found.start, found.end)
 
-    def take(self, start: int, address: int, nbytes: int, digest: Any) -> None:
-        """Copies bytes of the file to memory and adds them to a digest. Thread: any; releases the GIL.
+    def take(self, start: int, targets: Sequence[bytearray | memoryview], digest: Any) -> None:
+        """Copies bytes of the file, from ``start`` on, to one target after the other, and adds them to a digest.
+        Thread: any; releases the GIL.
+
+        Args:
+            targets: at most 1024, none of them empty.
 
         Raises:
             OSError: the disk failed.
+            CorruptShard: the file has fewer bytes.
         """
-        target = view(address, nbytes)
-        self._fill(start, target)  # if the file was truncated, the digest will not match
-        digest.update(target)
+        self._fill(start, targets)
+        for target in targets:
+            digest.update(target)
 
     def copy(self, start: int, address: int, nbytes: int) -> None:
         """Copies bytes of the file to memory.
@@ -134,18 +140,24 @@ class ShardReader:
         Raises:
             CorruptShard: the bytes cannot be read.
         """
+        if not nbytes:
+            return
         try:
-            done = self._fill(start, view(address, nbytes))
+            self._fill(start, [view(address, nbytes)])
         except OSError as error:
             raise CorruptShard(f"{self.path}: {error.strerror}", path=self.path) from error
-        if done < nbytes:
-            raise CorruptShard(f"{self.path}: was made shorter", path=self.path)
 
-    def _fill(self, start: int, target: memoryview) -> int:
-        done = 0
-        while done < len(target) and (count := os.preadv(self._fd, [target[done:]], start + done)):
-            done += count
-        return done
+    def _fill(self, start: int, targets: Sequence[bytearray | memoryview]) -> None:
+        left = list(targets)
+        while left:
+            count = os.preadv(self._fd, left, start)
+            if not count:
+                raise CorruptShard(f"{self.path}: was made shorter", path=self.path)
+            start += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = memoryview(left[0])[count:]
 
     def tensor(self, placed: Placed) -> Tensor:
         """A copy of the stored chunk, on the CPU.

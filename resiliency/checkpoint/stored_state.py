@@ -61,14 +61,16 @@ class ReplicatedState:
     """
 
     def __init__(self, reader: ShardReader, *, allow_pickle: bool) -> None:
-        names = (name for name in reader.entries if name.startswith(storage_name("")))
-        self._entries = {name.removeprefix(storage_name("")): reader.entries[name] for name in names}
+        prefix = storage_name("")
+        self._entries = {
+            name.removeprefix(prefix): entry for name, entry in reader.entries.items() if name.startswith(prefix)
+        }
         self._reader, self._path = reader, reader.path
         self._data, self._allow_pickle = reader.entry(DATA_PICKLE), allow_pickle
         self._uses: Counter[str] = Counter()
         # The tree of place() and its leaves, kept for with_leaves(); None when the tree must be built anew from tensors
         # with values.
-        self._plain: tuple[Any, Mapping[str, Any]] | None = None
+        self._plain: tuple[Any, dict[str, Any]] | None = None
         self._is_leaf: Callable[[Any], bool] = is_leaf
 
     @functools.cached_property
@@ -111,13 +113,15 @@ class ReplicatedState:
         Raises:
             CorruptShard: the file does not have its storage.
         """
-        shape, itemsize, entry = leaf.shape, leaf.dtype.itemsize, self._entries.get(leaf.storage)
-        offset = leaf.offset if leaf.extent else 0  # a tensor without elements may begin anywhere
-        begin, end = offset * itemsize, (offset + leaf.extent) * itemsize
+        storage, dtype, offset, shape, strides, extent, contiguous, _, _ = leaf
+        itemsize, entry = dtype.itemsize, self._entries.get(storage)
+        if not extent:
+            offset = 0  # a tensor without elements may begin anywhere
+        begin, end = offset * itemsize, (offset + extent) * itemsize
         if entry is None or end > entry.nbytes:
-            raise self._missing(leaf.storage, end)
-        chunk = Chunk(key, (0,) * len(shape), shape, dtype_name(leaf.dtype), itemsize, shape)
-        return Placed(chunk, entry.start + begin, entry.start + end, None if leaf.contiguous else leaf.strides)
+            raise self._missing(storage, end)
+        chunk = Chunk(key, (0,) * len(shape), shape, dtype_name(dtype), itemsize, shape)
+        return Placed(chunk, entry.start + begin, entry.start + end, None if contiguous else strides)
 
     def _place_any(self) -> tuple[dict[str, Placed], list[str]]:
         """:meth:`place` for a state with arbitrary objects: builds the tree and looks at its tensors."""
@@ -167,11 +171,9 @@ class ReplicatedState:
             tree = self.tree()
             self._plain = tree, keyed_leaves(tree, self._is_leaf)
         tree, found = self._plain
-        chosen: dict[int, Any] = {}
+        # Of a leaf's several keys the first counts.
+        chosen = {id(leaf): leaves[key] for key, leaf in reversed(found.items()) if key in leaves}
         absent = torch.empty(0, device="cpu")
-        for key, leaf in found.items():
-            if key in leaves:
-                chosen.setdefault(id(leaf), leaves[key])
         return replace_leaves(tree, lambda leaf: chosen.get(id(leaf), absent if partial else leaf), self._is_leaf)
 
 

@@ -185,12 +185,13 @@ def has_memory(tensor: Tensor) -> bool:
     """False for a tensor without memory of its own elements: a wrapper subclass, a fake or nested tensor, or a storage
     that was freed or made smaller. A copy to or from such a tensor would touch memory of something else."""
     try:
-        if tensor.numel() == 0:
+        elements = tensor.numel()
+        if elements == 0:
             return True
         storage = tensor.untyped_storage()
         strides = tensor.stride()
         if tensor.is_contiguous():
-            last = tensor.numel() - 1
+            last = elements - 1
         else:
             last = sum([(size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)])
         return storage.data_ptr() != 0 and storage.nbytes() >= (tensor.storage_offset() + last + 1) * tensor.itemsize

@@ -86,7 +86,7 @@ def load_plain(data: bytes, storage: Callable[[str, int], UntypedStorage]) -> tu
 
 
 def _uses(leaves: Mapping[str, StoredTensor]) -> Counter[str]:
-    return Counter(leaf.storage for leaf in {id(leaf): leaf for leaf in leaves.values()}.values())
+    return Counter([leaf.storage for leaf in {id(leaf): leaf for leaf in leaves.values()}.values()])
 
 
 def _tensor(described: StoredTensor, storage: Callable[[str, int], UntypedStorage]) -> Tensor:
@@ -123,7 +123,7 @@ def describe_plain(data: bytes) -> tuple[Any, dict[str, StoredTensor]]:
     except Exception as error:
         # Boundary: whatever is wrong with the pickle, torch's unpickler will report it.
         raise NotPlainPickle(str(error)) from error
-    if _uses(leaves) != reader.uses:
+    if _uses(leaves) != Counter(reader.used):
         raise NotPlainPickle("a tensor in a place where only objects have one")
     return tree, leaves
 
@@ -166,7 +166,8 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, bool]:
         if size == 0:
             return 0, True
         if size != 1:
-            contiguous = contiguous and stride == step
+            if stride != step:
+                contiguous = False
             step *= size
             last += (size - 1) * stride
     return last + 1, contiguous
@@ -182,9 +183,6 @@ class _StoredStorage(NamedTuple):
     key: str
     numel: int
     dtype: torch.dtype
-
-
-_INTS = frozenset({int})
 
 
 class _Describe:
@@ -204,9 +202,9 @@ class _Describe:
     ) -> StoredTensor:
         if metadata or hooks or type(storage) is not _StoredStorage or type(requires_grad) is not bool:
             raise NotPlainPickle("a tensor with properties of its own")
-        numbers = (offset, *shape, *strides)
-        if not _INTS.issuperset(map(type, numbers)) or min(numbers) < 0:
-            raise NotPlainPickle("a tensor that is nowhere")
+        for number in (offset, *shape, *strides):
+            if type(number) is not int or number < 0:
+                raise NotPlainPickle("a tensor that is nowhere")
         extent, contiguous = _extent(shape, strides)
         key, numel, dtype = storage
         if extent and offset + extent > numel:
@@ -237,7 +235,8 @@ _NAMES: Mapping[tuple[str, str], Any] = {
 class _Reader(pickle.Unpickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.uses: Counter[str] = Counter()
+        #: Key of each storage that the pickle named, as often as it did.
+        self.used: list[str] = []
 
     def find_class(self, module: str, name: str) -> Any:
         found = _NAMES.get((module, name))
@@ -249,5 +248,5 @@ class _Reader(pickle.Unpickler):
         name, kind, key, _, numel = reference
         if name != "storage" or type(kind) is not _StorageKind or type(key) is not str or type(numel) is not int:
             raise NotPlainPickle("no reference to a storage")
-        self.uses[key] += 1
+        self.used.append(key)
         return _StoredStorage(key, numel, kind.dtype)

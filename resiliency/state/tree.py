@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,10 @@ from resiliency.state.leaf_kinds import kind_of_class
 
 __all__ = ["count_leaves", "dtype_from_name", "dtype_name", "is_leaf", "keyed_leaves", "replace_leaves"]
 
+_SEQUENCES = (list, tuple, collections.deque)
 
+
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """ "float32" for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
@@ -46,17 +49,32 @@ def keyed_leaves(tree: Any, is_leaf: Callable[[Any], bool] = is_leaf) -> dict[st
 
     A leaf that occurs twice has two paths. Looks into dicts, lists, tuples, deques and their subclasses.
     """
+    if is_leaf(tree):
+        return {"value": tree}
     found: dict[str, Any] = {}
-
-    def take(leaf: Any, path: str) -> Any:
-        key = path[1:] or "value"
-        while key in found:  # different paths may have the same text: 1 and "1"
-            key += "~"
-        found[key] = leaf
-        return leaf
-
-    _walk(tree, "", take, is_leaf)
+    _find_leaves(tree, "", is_leaf, found)
     return found
+
+
+def _find_leaves(container: Any, above: str, is_leaf: Callable[[Any], bool], found: dict[str, Any]) -> None:
+    """Adds the leaves in a container to ``found``. ``above``: what their paths begin with."""
+    if isinstance(container, dict):
+        items: Iterable[tuple[Any, Any]] = list(container.items())
+    elif isinstance(container, _SEQUENCES):
+        items = enumerate(container)
+    else:
+        return
+    for name, item in items:
+        part = str(name)
+        if "%" in part or "/" in part:
+            part = part.replace("%", "%25").replace("/", "%2F")
+        if is_leaf(item):
+            key = above + part or "value"
+            while key in found:  # different paths may have the same text: 1 and "1"
+                key += "~"
+            found[key] = item
+        else:
+            _find_leaves(item, f"{above}{part}/", is_leaf, found)
 
 
 def count_leaves(tree: Any, is_leaf: Callable[[Any], bool] = is_leaf) -> collections.Counter[int]:
@@ -79,35 +97,26 @@ def count_leaves(tree: Any, is_leaf: Callable[[Any], bool] = is_leaf) -> collect
 def replace_leaves(tree: Any, replacement: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = is_leaf) -> Any:
     """The tree with ``replacement(leaf)`` in place of each leaf. Changes containers in place, except tuples, which are
     made anew."""
-    return _walk(tree, "", lambda leaf, _: replacement(leaf), is_leaf)
+    if is_leaf(tree):
+        return replacement(tree)
+    return _with_replaced(tree, replacement, is_leaf)
 
 
-def _under(path: str, key: object) -> str:
-    """The path of an item in a container; each part of a path begins with a slash."""
-    part = str(key)
-    if "%" in part or "/" in part:
-        part = part.replace("%", "%25").replace("/", "%2F")
-    return f"{path}/{part}"
-
-
-def _walk(value: Any, path: str, take: Callable[[Any, str], Any], is_leaf: Callable[[Any], bool]) -> Any:
-    if is_leaf(value):
-        return take(value, path)
-    if isinstance(value, dict):
-        for key, item in list(value.items()):
-            new = _walk(item, _under(path, key), take, is_leaf)
-            if new is not item:
-                value[key] = new
-        return value
-    if isinstance(value, list | collections.deque):
-        for index, item in enumerate(value):
-            new = _walk(item, _under(path, index), take, is_leaf)
-            if new is not item:
-                value[index] = new
-        return value
+def _with_replaced(value: Any, replacement: Callable[[Any], Any], is_leaf: Callable[[Any], bool]) -> Any:
+    """:func:`replace_leaves` for anything but a leaf."""
     if isinstance(value, tuple):
-        items = [_walk(item, _under(path, index), take, is_leaf) for index, item in enumerate(value)]
+        items = [replacement(item) if is_leaf(item) else _with_replaced(item, replacement, is_leaf) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        places: Iterable[tuple[Any, Any]] = list(value.items())
+    elif isinstance(value, _SEQUENCES):
+        places = enumerate(value)
+    else:
+        return value
+    for place, item in places:
+        new = replacement(item) if is_leaf(item) else _with_replaced(item, replacement, is_leaf)
+        if new is not item:
+            value[place] = new
     return value

@@ -169,6 +169,12 @@ def test_reads_with_a_piece_missing_are_refused() -> None:
         plan_reads({"w": torch.zeros(40, 4)}, stored[:-1])
 
 
+def test_reads_of_a_tensor_that_is_stored_whole_twice_are_refused() -> None:
+    whole = Chunk("w", (0,), (3,), "float32", 4, (3,))
+    with pytest.raises(ConfigError, match="6 of 3 elements"):
+        plan_reads({"w": torch.zeros(3)}, [whole, whole])
+
+
 @pytest.mark.parametrize(
     ("wanted", "word"),
     [({"v": torch.zeros(3)}, "'v' is not in the checkpoint"), ({"w": torch.zeros(4)}, r"\(4,\) here but \(3,\)")],

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,18 +66,28 @@ cuts = st.lists(st.tuples(st.integers(0, NBYTES - 1), st.integers(1, 400)), max_
 
 
 @SETTINGS
-@given(cuts=cuts, stride=st.integers(1, 350))
+@given(cuts=cuts, stride=st.integers(1, 350), most_targets=st.integers(1, 4), most_bytes=st.integers(1, 400))
 def test_segments_of_any_place_and_overlap_are_read_right(
-    tmp_path_factory: pytest.TempPathFactory, cuts: list[tuple[int, int]], stride: int
+    tmp_path_factory: pytest.TempPathFactory,
+    cuts: list[tuple[int, int]],
+    stride: int,
+    most_targets: int,
+    most_bytes: int,
 ) -> None:
-    """Overlapping ones too: two destinations may want the same bytes."""
+    """Overlapping ones too: two destinations may want the same bytes. A system call may read less than it was asked
+    for."""
+    real = os.preadv
+
+    def read_some(fd: int, targets: Sequence[bytearray | memoryview], at: int) -> int:
+        assert len(targets) <= most_targets
+        starts = itertools.accumulate(map(len, targets), initial=0)
+        some = [memoryview(one)[: max(0, most_bytes - start)] for one, start in zip(targets, starts, strict=False)]
+        return real(fd, some, at)
+
     data = os.urandom(NBYTES)
     path = tmp_path_factory.mktemp("raw") / "file"
     path.write_bytes(data)
-    record = ShardRecord.__new__(ShardRecord)
-    for name, value in (("nbytes", NBYTES), ("block_bytes", BLOCK), ("sections", ())):
-        object.__setattr__(record, name, value)
-    object.__setattr__(record, "digests", tuple(block_digest(data[at : at + BLOCK]) for at in range(0, NBYTES, BLOCK)))
+    record = record_of(data)
     targets = [torch.zeros(min(length, NBYTES - start), dtype=torch.uint8) for start, length in cuts]
     segments = [
         _ByteRange(start, len(target), target.data_ptr()) for (start, _), target in zip(cuts, targets, strict=True)
@@ -84,6 +95,8 @@ def test_segments_of_any_place_and_overlap_are_read_right(
     reader = Raw(str(path), record)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_assembler, "_STRIDE", stride)
+        patch.setattr(shard_assembler, "_MAX_TARGETS", most_targets)
+        patch.setattr(os, "preadv", read_some)
         for block in range(-(-NBYTES // BLOCK)):
             begin, end = reader.record.blocks.bounds(block)
             inside = [
@@ -93,6 +106,29 @@ def test_segments_of_any_place_and_overlap_are_read_right(
     reader.close()
     for (start, _), target in zip(cuts, targets, strict=True):
         assert bytes(target.tolist()) == data[start : start + len(target)]
+
+
+def record_of(data: bytes) -> ShardRecord:
+    record = ShardRecord.__new__(ShardRecord)
+    for name, value in (("nbytes", NBYTES), ("block_bytes", BLOCK), ("sections", ())):
+        object.__setattr__(record, name, value)
+    object.__setattr__(record, "digests", tuple(block_digest(data[at : at + BLOCK]) for at in range(0, NBYTES, BLOCK)))
+    return record
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_file_that_is_cut_meanwhile_is_damaged_whatever_the_memory_holds(tmp_path: Path, wanted: bool) -> None:
+    """Memory that was not written may hold what the file once had."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(NBYTES))
+    target = torch.zeros(NBYTES, dtype=torch.uint8)
+    segments = [_ByteRange(0, NBYTES, target.data_ptr())] if wanted else []
+    reader = Raw(str(path), record_of(bytes(NBYTES)))
+    assert shard_assembler._read_and_check(reader, 1, segments)
+    os.truncate(path, BLOCK + 10)
+    assert shard_assembler._read_and_check(reader, 0, segments)
+    assert not shard_assembler._read_and_check(reader, 1, segments)
+    reader.close()
 
 
 def test_into_tensors_of_every_layout(saved: tuple[Path, ShardRecord, dict[str, torch.Tensor]]) -> None:

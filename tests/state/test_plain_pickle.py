@@ -235,6 +235,10 @@ OUTSIDE = {
     "a stride too few": {"stride": ()},
     "a size that is no number": {"size": ("4",)},
     "a size of a truth": {"size": (True,), "stride": (1,)},
+    "a stride of a truth": {"stride": (True,)},
+    "an offset of a truth": {"storage_offset": False},
+    "a negative size behind none": {"size": (0, -1), "stride": (1, 1)},
+    "a negative stride of one element": {"size": (1,), "stride": (-1,)},
 }
 
 
