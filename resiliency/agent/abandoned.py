@@ -1,5 +1,5 @@
 """Deletes folders that killed jobs left apart from their checkpoints (:mod:`resiliency.storage.meta_folder`), once the
-checkpoints' directory has been deleted: nobody would look for them there, and they hold disk space."""
+checkpoints' directory has been deleted or moved: nobody would look for them there, and they hold disk space."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 
 from resiliency.agent.config import agent_address, is_served
 from resiliency.storage.manifest import EVENTS_DIR
-from resiliency.storage.meta_folder import folders_apart, owner_of
+from resiliency.storage.meta_folder import folders_apart, is_left_behind, owner_of
 
 __all__ = ["delete_abandoned"]
 
@@ -17,18 +17,20 @@ logger = logging.getLogger(__name__)
 
 
 def delete_abandoned(meta: str) -> int:
-    """Deletes the folders beside ``meta`` whose directories are gone; returns their number. Only logs what it cannot
-    delete. Blocks: for one listing, and as long as the deletion takes.
+    """Deletes the folders beside ``meta`` whose directories are gone, or others now; returns their number. Only logs
+    what it cannot delete. Blocks: for one listing, and as long as the deletion takes.
 
     A folder stays while an agent of this host serves it: its job may go on, or will remove it itself.
 
     Args:
         meta: a folder that lies apart; nothing is done for another one.
     """
-    deleted = 0
+    deleted, own = 0, owner_of(meta)
     for folder in folders_apart(meta):
         directory = owner_of(folder)
-        if folder == meta or directory is None or not _is_gone(directory) or _is_served(folder, directory):
+        if folder == meta or directory is None or not (_is_gone(directory) or is_left_behind(folder)):
+            continue
+        if directory != own and _is_served(folder, directory):  # if it is ours, what is served is ``meta``
             continue
         nbytes = _size(folder)
         try:
@@ -36,10 +38,10 @@ def delete_abandoned(meta: str) -> int:
         except FileNotFoundError:
             continue  # another agent was first
         except OSError as error:
-            logger.info("%s, whose checkpoints in %s are deleted, cannot be deleted: %s", folder, directory, error)
+            logger.info("%s, of an earlier folder %s, cannot be deleted: %s", folder, directory, error)
             continue
         deleted += 1
-        logger.info("deleted %s (%d MiB), because %s is deleted", folder, nbytes >> 20, directory)
+        logger.info("deleted %s (%d MiB), because %s was deleted or moved", folder, nbytes >> 20, directory)
     return deleted
 
 

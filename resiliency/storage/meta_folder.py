@@ -9,29 +9,34 @@ of freedesktop.org).
 
 The folder has a ``.gitignore`` that leaves out everything, as caches of other tools do, so ``git add checkpoints/``
 takes the files under the users' names and not the same bytes once more. One that lies apart says in ``directory`` whose
-it is.
+it is, by path and by identity: who deletes or moves the checkpoints of a killed job away and makes a new folder in
+their place does not mean the old ones any more.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import hashlib
+import json
 import logging
 import os
 import re
+import secrets
 import stat
 import struct
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 from resiliency.settings import state_home
-from resiliency.storage.manifest import META_DIR
+from resiliency.storage.manifest import META_DIR, STEPS_DIR
 
 __all__ = [
     "MetaFolder",
     "folders_apart",
+    "is_left_behind",
     "key_of",
     "make_meta_folder",
     "meta_folder",
@@ -49,6 +54,10 @@ _BASE, _OWN_BASE = "resiliency", re.compile(rf"{re.escape(META_DIR)}-\d+")
 _NAME_BYTES = 80
 #: ``ioctl`` that reads the project id of a file (FS_IOC_FSGETXATTR), and its ``struct fsxattr``.
 _GET_ATTRIBUTES, _ATTRIBUTES = 0x801C581F, struct.Struct("4I12x")
+#: ``ioctl`` that reads the generation of a file (FS_IOC_GETVERSION), which tells it from an earlier one of its number.
+_GET_GENERATION, _GENERATION = 0x80087601, struct.Struct("q")
+#: Ends the name of a folder that is left behind, see :func:`is_left_behind`.
+_LEFT = re.compile(r"\.left-[0-9a-f]{8}")
 _NO_ATTRIBUTES = (errno.ENOTTY, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EACCES)
 
 
@@ -63,6 +72,7 @@ class MetaFolder:
         self._within = os.path.join(directory, META_DIR)
         self._directory = directory
         self._apart: str | None = None  # the place does not change, so it is looked for once
+        self._counts = False  # True once the folder there was found to be the directory's
 
     def find(self) -> str:
         """The folder, where it is now; in the directory if there is none. Blocks: for two system calls, about 60 the
@@ -70,7 +80,10 @@ class MetaFolder:
         if os.path.lexists(self._within):
             return self._within
         self._apart = self._apart or _apart(self._directory)
-        return self._apart if self._apart is not None and os.path.isdir(self._apart) else self._within
+        if self._apart is None or not os.path.isdir(self._apart):
+            return self._within
+        self._counts = self._counts or not is_left_behind(self._apart)
+        return self._apart if self._counts else self._within
 
 
 def meta_folder(directory: str) -> str:
@@ -92,6 +105,8 @@ def make_meta_folder(directory: str, *, apart: bool) -> str:
     within = os.path.join(directory, META_DIR)
     os.makedirs(directory, exist_ok=True)
     place = None if os.path.lexists(within) else _apart(directory)
+    if place is not None:
+        _leave_behind(place)
     if place is not None and apart:
         try:
             _make_apart(place, directory)
@@ -145,7 +160,95 @@ def _make_apart(place: str, directory: str) -> None:
             _remove_base(base)
             raise
         os.makedirs(place, exist_ok=True)
-    _write_once(os.path.join(place, _OWNER), _from(os.path.dirname(place), os.path.realpath(directory)))
+    _write_owner(place, os.path.realpath(directory))
+
+
+def _write_owner(place: str, real: str) -> None:
+    path, text = os.path.join(place, _OWNER), f"{_from(os.path.dirname(place), real)}\0{_identity(real)}"
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            if file.read() == text:
+                return
+    except FileNotFoundError:
+        _write_once(path, text)
+    except OSError as error:
+        logger.debug("%s cannot be read: %s", path, error)
+    else:  # the directory was deleted and made anew while a job wrote to it, or it was restored from a copy
+        new = os.path.join(place, f".{_OWNER}-{secrets.token_hex(4)}")
+        _write_once(new, text)
+        with suppress(OSError):
+            os.replace(new, path)
+
+
+def _leave_behind(place: str) -> None:
+    """Renames a folder apart that is left behind, so that it is deleted (:mod:`resiliency.agent.abandoned`)."""
+    try:
+        with _locked(os.path.dirname(place)):
+            if os.path.isdir(place) and is_left_behind(place):
+                left = f"{place}.left-{secrets.token_hex(4)}"
+                os.rename(place, left)
+                logger.warning(
+                    "%s was made anew after a job in it was killed: the steps of that job, in %s, do not count, and are"
+                    " deleted when a job of this user next begins without a launcher",
+                    owner_of(left),
+                    left,
+                )
+    except OSError as error:
+        logger.debug("%s cannot be renamed: %s", place, error)
+
+
+@contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Holds the only lock of a folder. Raises OSError when there is no such folder."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def is_left_behind(meta: str) -> bool:
+    """True when a folder apart is of a directory that was deleted or moved since: there is another one now under its
+    path, which holds no checkpoint of the folder's steps. One that does was restored from a copy, or made anew by the
+    job itself. False where file systems do not tell such folders apart; ext4, XFS and Btrfs do."""
+    if _LEFT.search(meta):
+        return True
+    directory, identity = _owner(meta)
+    if not directory or not identity:
+        return False
+    now = _identity(directory)
+    return bool(now) and now != identity and not _has_checkpoints_of(meta, directory)
+
+
+def _has_checkpoints_of(meta: str, directory: str) -> bool:
+    """True also when that is not known, because a record cannot be read."""
+    for record in glob.iglob(os.path.join(glob.escape(meta), "*", STEPS_DIR, "*", "shard-*.json")):
+        try:
+            with open(record, "rb") as file:
+                names = json.load(file)["names"]
+            if any(os.path.lexists(os.path.join(directory, name)) for name in names):
+                return True
+        except FileNotFoundError:
+            continue  # its job deletes it
+        except (OSError, ValueError, KeyError, TypeError):
+            return True
+    return False
+
+
+def _identity(directory: str) -> str:
+    """What tells a folder from every other one that had or will have its path; "" when the file system cannot tell."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        (generation,) = _GENERATION.unpack(fcntl.ioctl(fd, _GET_GENERATION, bytes(_GENERATION.size)))
+        return f"{os.fstat(fd).st_ino}-{generation & 0xFFFFFFFF}"
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)
 
 
 def _try_links(directory: str, base: str) -> None:
@@ -233,12 +336,17 @@ def key_of(path: str) -> str:
 
 def owner_of(meta: str) -> str | None:
     """The directory of a folder that lies apart; None when it is not known."""
+    return _owner(meta)[0] or None
+
+
+def _owner(meta: str) -> tuple[str, str]:
+    """The directory of a folder that lies apart, and its identity; "" for what is not known."""
     try:
         with open(os.path.join(meta, _OWNER), encoding="utf-8", errors="surrogateescape") as file:
-            text = file.read()
+            path, _, identity = file.read().partition("\0")
     except OSError:
-        return None
-    return os.path.normpath(os.path.join(os.path.dirname(meta), "..", text)) if text else None
+        return "", ""
+    return (os.path.normpath(os.path.join(os.path.dirname(meta), "..", path)) if path else ""), identity
 
 
 # -- where apart is -------------------------------------------------------------------------------------------------

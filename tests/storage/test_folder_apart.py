@@ -255,6 +255,84 @@ def test_after_a_kill_files_of_jobs_that_had_their_folder_elsewhere_count(
     assert not apart.exists()
 
 
+@pytest.fixture
+def told_apart(tmp_path: Path) -> None:
+    """For tests of folders that are made anew under an earlier one's path."""
+    if not module._identity(str(tmp_path)):
+        pytest.skip("this file system does not tell a folder from an earlier one of its number")
+
+
+def resumes_from(directory: Path, *, options: LocalTierOptions | None = None) -> int | None:
+    with make_checkpointer(options or only_files(directory)) as checkpointer:
+        restored = checkpointer.load()
+        return None if restored is None else restored.step
+
+
+@pytest.mark.usefixtures("told_apart")
+@pytest.mark.parametrize("how", ["deleted", "moved"])
+@pytest.mark.parametrize("inside", [False, True], ids=["apart", "a launcher's job"])
+def test_a_directory_made_anew_does_not_take_over_the_steps_of_the_one_before(
+    ckpts: Path, state: Path, how: str, inside: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    apart = killed(ckpts, 1, 2)
+    if how == "deleted":
+        shutil.rmtree(ckpts)
+    else:
+        ckpts.rename(ckpts.with_name("old"))
+    ckpts.mkdir()
+    (ckpts / "config.yaml").touch()
+    assert meta_folder(str(ckpts)) == str(ckpts / META_DIR)
+    options = LocalTierOptions(directory=str(ckpts), keep=3) if inside else None
+    assert resumes_from(ckpts, options=options) is None
+    assert f"{ckpts} was made anew" in caplog.text
+    assert not apart.exists()
+    assert resumes_from(ckpts.with_name("other")) is None  # whatever job is next
+    assert not state.exists()
+    if how == "moved":
+        assert resumes_from(ckpts.with_name("old")) == 2
+
+
+@pytest.mark.usefixtures("told_apart")
+def test_a_copy_put_back_in_the_place_of_the_directory_keeps_the_steps_that_have_no_file(ckpts: Path) -> None:
+    apart = killed(ckpts, 1, 2, 3)
+    (ckpts / "step=3.ckpt").unlink()
+    backup = shutil.copytree(ckpts, ckpts.with_name("backup"))
+    shutil.rmtree(ckpts)
+    shutil.copytree(backup, ckpts)
+    assert module._owner(str(apart))[1] != module._identity(str(ckpts))
+    assert resumes_from(ckpts) == 3
+
+
+@pytest.mark.usefixtures("told_apart")
+def test_a_directory_that_a_running_job_made_anew_is_its_own(ckpts: Path, state: Path) -> None:
+    checkpointer = make_checkpointer(only_files(ckpts))
+    save(checkpointer, 1)
+    shutil.rmtree(ckpts)
+    save(checkpointer, 2)
+    apart = Path(meta_folder(str(ckpts)))
+    assert apart.parent == state
+    checkpointer._parts().session.client.send = lambda message: None  # type: ignore[method-assign]  # it is killed
+    checkpointer.close()
+    assert module._owner(str(apart))[1] != module._identity(str(ckpts))
+    make_meta_folder(str(ckpts), apart=True)
+    assert module._owner(str(apart))[1] == module._identity(str(ckpts)), "the next job does not say whose it is"
+    assert resumes_from(ckpts) == 2
+
+
+@pytest.mark.usefixtures("told_apart")
+def test_what_a_running_job_uses_stays_while_its_directory_was_made_anew_by_somebody(ckpts: Path) -> None:
+    with make_checkpointer(only_files(ckpts)) as checkpointer:
+        save(checkpointer, 1)
+        apart = Path(checkpointer.session.client.config.meta)
+        shutil.rmtree(ckpts)
+        ckpts.mkdir()
+        other = make_meta_folder(str(ckpts.with_name("other")), apart=True)
+        assert delete_abandoned(other) == 0
+        save(checkpointer, 2)
+        assert apart.is_dir()
+    assert resumes_from(ckpts) == 2
+
+
 def test_a_copy_of_the_directory_is_whole_without_it(ckpts: Path, tmp_path: Path) -> None:
     killed(ckpts, 1, 2)
     shutil.copytree(ckpts, tmp_path / "copy")
@@ -274,7 +352,7 @@ def test_a_job_of_another_directory_deletes_what_belongs_to_a_deleted_one(
         apart = Path(meta_folder(str(tmp_path / "other")))
         delete_abandoned(str(apart))  # as the agent at its start, which may not have come to it
         assert not gone.exists() and apart.exists() and stays.exists()
-    assert f"deleted {gone} (" in caplog.text and f"because {ckpts} is deleted" in caplog.text
+    assert f"deleted {gone} (" in caplog.text and f"because {ckpts} was deleted or moved" in caplog.text
 
 
 def test_the_agent_does_so_when_it_starts(ckpts: Path, tmp_path: Path) -> None:
