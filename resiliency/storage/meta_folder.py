@@ -222,18 +222,20 @@ def is_left_behind(meta: str) -> bool:
 
 
 def _has_checkpoints_of(meta: str, directory: str) -> bool:
-    """True also when that is not known, because a record cannot be read."""
+    """True also when that is not known: a record cannot be read, or no step of the folder has a name."""
+    known = False
     for record in glob.iglob(os.path.join(glob.escape(meta), "*", STEPS_DIR, "*", "shard-*.json")):
         try:
             with open(record, "rb") as file:
                 names = json.load(file)["names"]
             if any(os.path.lexists(os.path.join(directory, name)) for name in names):
                 return True
+            known = known or bool(names)
         except FileNotFoundError:
             continue  # its job deletes it
         except (OSError, ValueError, KeyError, TypeError):
             return True
-    return False
+    return not known
 
 
 def _identity(directory: str) -> str:

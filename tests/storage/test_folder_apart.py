@@ -304,6 +304,20 @@ def test_a_copy_put_back_in_the_place_of_the_directory_keeps_the_steps_that_have
 
 
 @pytest.mark.usefixtures("told_apart")
+def test_steps_that_never_had_a_name_are_not_given_up_for_a_directory_made_anew(ckpts: Path) -> None:
+    """It may be a copy of everything on another disk, and there is no file to tell."""
+    checkpointer = make_checkpointer(only_files(ckpts))
+    ticket = checkpointer.save(1, make_lightning_state(1))
+    assert ticket is not None
+    ticket.wait(Stage.DURABLE)
+    checkpointer._parts().session.client.send = lambda message: None  # type: ignore[method-assign]  # it is killed
+    checkpointer.close()
+    ckpts.rmdir()
+    ckpts.mkdir()
+    assert resumes_from(ckpts) == 1
+
+
+@pytest.mark.usefixtures("told_apart")
 def test_a_directory_that_a_running_job_made_anew_is_its_own(ckpts: Path, state: Path) -> None:
     checkpointer = make_checkpointer(only_files(ckpts))
     save(checkpointer, 1)
