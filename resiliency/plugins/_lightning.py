@@ -12,6 +12,7 @@ import inspect
 import logging
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ __all__ = [
     "catch_save",
     "ddp_arguments",
     "forget_batch_end_actions",
+    "in_a_run",
     "intercept_resume",
     "is_handling_exception",
     "leave_handlers",
@@ -53,6 +55,8 @@ __all__ = [
     "users_handler",
     "warn_user",
 ]
+
+_TRAINER_MODULES = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 
 logger = logging.getLogger(__name__)
 
@@ -574,3 +578,14 @@ def after_teardown(trainer: Any, action: Callable[[], None]) -> None:
             action()
 
     trainer._teardown = teardown
+
+
+def in_a_run() -> bool:
+    """True when a fit, validation, test or prediction of a trainer has called: its teardown follows. A CheckpointIO is
+    told neither of the trainer nor of the beginning of a run."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_run" and frame.f_globals.get("__name__") in _TRAINER_MODULES:
+            return True
+        frame = frame.f_back
+    return False

@@ -30,7 +30,7 @@ from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.errors import ResiliencyError, UnsupportedFormat
 from resiliency.inspection.by_path import locate_and_load
 from resiliency.plugins._io_engines import EngineUse, FolderEngine
-from resiliency.plugins._lightning import torch_save_is_replaced, weights_only_of
+from resiliency.plugins._lightning import in_a_run, torch_save_is_replaced, weights_only_of
 from resiliency.plugins.namespaces import AdapterClass
 from resiliency.storage.names import read_name
 from resiliency.storage.shard_file import Identity
@@ -89,7 +89,7 @@ class TieredIO:
         trainers."""
         self._lock = threading.RLock()  # because Lightning's AsyncCheckpointIO saves in a thread of its own
         self._engines = EngineUse(next(_numbers))
-        # Also released when the plugin is collected, because no teardown follows a save outside of a fit, as in Fabric.
+        # Also released when the plugin is collected, because no teardown follows a save of Fabric.
         self._at_end = weakref.finalize(self, self._engines.release, self._flush_timeout)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -145,7 +145,8 @@ class TieredIO:
                     self._failed[directory] = str(path)
                     return
             finally:
-                if self._is_last():
+                of_trainer = "pytorch-lightning_version" in checkpoint
+                if self._is_last() or (of_trainer and not in_a_run()):
                     self._engines.release_one(directory, self._run, self._flush_timeout)
             self._failed.pop(directory, None)
             for other in self._postponed.pop(directory, []):

@@ -461,6 +461,25 @@ def test_several_trainers_use_one_folder_one_after_the_other(namespace: str, tmp
     assert set(threading.enumerate()) <= before, "no thread is left"
 
 
+def test_a_trainer_that_never_runs_saves_and_leaves_no_thread(namespace: str, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    trainer = make_trainer(namespace, tmp_path, build(namespace)(options=EMBEDDED), steps=2)
+    trainer.strategy.connect(make_model(namespace))
+    for name in ("one.ckpt", "two.ckpt"):
+        trainer.save_checkpoint(tmp_path / "ck" / name)
+        assert set(threading.enumerate()) <= before, "a thread is left"
+    assert sorted(os.listdir(tmp_path / "ck")) == ["one.ckpt", "two.ckpt"]
+
+
+def test_a_run_keeps_one_engine_for_its_saves(namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = build(namespace)(options=EMBEDDED)
+    released: list[str] = []
+    monkeypatch.setattr(plugin._engines, "release_one", lambda directory, *_: released.append(directory))
+    trainer = make_trainer(namespace, tmp_path, plugin, steps=3)
+    trainer.fit(make_model(namespace), Batches())
+    assert released == []
+
+
 def test_plugins_that_save_in_turns_share_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")  # the run's folder stays at the end
     one, other = (build("lightning.pytorch")(options=EMBEDDED) for _ in range(2))
