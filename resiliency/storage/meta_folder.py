@@ -28,7 +28,7 @@ import stat
 import struct
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from resiliency.settings import state_home
 from resiliency.storage.manifest import META_DIR, STEPS_DIR
@@ -57,7 +57,7 @@ _GET_ATTRIBUTES, _ATTRIBUTES = 0x801C581F, struct.Struct("4I12x")
 #: ``ioctl`` that reads the generation of a file (FS_IOC_GETVERSION), which tells it from an earlier one of its number.
 _GET_GENERATION, _GENERATION = 0x80087601, struct.Struct("q")
 #: Ends the name of a folder that is left behind, see :func:`is_left_behind`.
-_LEFT = re.compile(r"\.left-[0-9a-f]{8}")
+_LEFT = re.compile(r"\.left-[0-9a-f]{8}\Z")
 _NO_ATTRIBUTES = (errno.ENOTTY, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EACCES)
 
 
@@ -182,38 +182,33 @@ def _write_owner(place: str, real: str) -> None:
 
 def _leave_behind(place: str) -> None:
     """Renames a folder apart that is left behind, so that it is deleted (:mod:`resiliency.agent.abandoned`)."""
+    if not os.path.isdir(place) or not _is_of_another(place):
+        return
+    left = f"{place}.left-{secrets.token_hex(4)}"
     try:
-        with _locked(os.path.dirname(place)):
-            if os.path.isdir(place) and is_left_behind(place):
-                left = f"{place}.left-{secrets.token_hex(4)}"
-                os.rename(place, left)
-                logger.warning(
-                    "%s was made anew after a job in it was killed: the steps of that job, in %s, do not count, and are"
-                    " deleted when a job of this user next begins without a launcher",
-                    owner_of(left),
-                    left,
-                )
+        os.rename(place, left)
+        if not _is_of_another(left):  # another process was first, and has made a new one meanwhile
+            os.rename(left, place)
+            return
     except OSError as error:
         logger.debug("%s cannot be renamed: %s", place, error)
-
-
-@contextmanager
-def _locked(folder: str) -> Iterator[None]:
-    """Holds the only lock of a folder. Raises OSError when there is no such folder."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
+        return
+    logger.warning(
+        "%s was made anew after a job in it was killed: the steps of that job, in %s, do not count, and are deleted"
+        " when a job of this user next begins without a launcher",
+        owner_of(left),
+        left,
+    )
 
 
 def is_left_behind(meta: str) -> bool:
     """True when a folder apart is of a directory that was deleted or moved since: there is another one now under its
     path, which holds no checkpoint of the folder's steps. One that does was restored from a copy, or made anew by the
     job itself. False where file systems do not tell such folders apart; ext4, XFS and Btrfs do."""
-    if _LEFT.search(meta):
-        return True
+    return _LEFT.search(meta) is not None or _is_of_another(meta)
+
+
+def _is_of_another(meta: str) -> bool:
     directory, identity = _owner(meta)
     if not directory or not identity:
         return False

@@ -292,6 +292,35 @@ def test_a_directory_made_anew_does_not_take_over_the_steps_of_the_one_before(
         assert resumes_from(ckpts.with_name("old")) == 2
 
 
+@pytest.mark.parametrize("name", ["ck.left-0a1b2c3d", "ck.left"])
+def test_a_directory_may_be_named_like_a_folder_that_is_left_behind(ckpts: Path, name: str) -> None:
+    apart = killed(ckpts.with_name(name), 1)
+    assert delete_abandoned(make_meta_folder(str(ckpts), apart=True)) == 0 and apart.is_dir()
+    assert resumes_from(ckpts.with_name(name)) == 1
+
+
+@pytest.mark.usefixtures("told_apart")
+def test_what_another_process_made_in_place_of_a_folder_left_behind_is_put_back(
+    ckpts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart = killed(ckpts, 1)
+    shutil.rmtree(ckpts)
+    ckpts.mkdir()
+    rename, calls, made = os.rename, [], []
+
+    def meanwhile(source: Any, target: Any) -> None:
+        calls.append(source)
+        if len(calls) == 1:
+            made.append(make_meta_folder(str(ckpts), apart=True))  # another process is first
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", meanwhile)
+        module._leave_behind(str(apart))
+    assert made == [str(apart)] and apart.is_dir()
+    assert module._owner(str(apart))[1] == module._identity(str(ckpts))
+
+
 @pytest.mark.usefixtures("told_apart")
 def test_a_copy_put_back_in_the_place_of_the_directory_keeps_the_steps_that_have_no_file(ckpts: Path) -> None:
     apart = killed(ckpts, 1, 2, 3)
