@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _ENDS_S = 0.2
 #: Layout of the page: a counter, the leader's process id, when that process started in microseconds, its term.
 _PAGE = struct.Struct("=QQQQ")
+_COUNTER = struct.Struct("=Q")
 
 
 class Lease:
@@ -82,7 +83,8 @@ class Lease:
         """Increments the counter, if this process still leads."""
         if self.is_mine():
             self._count += 1
-            self._write()
+            # Only the counter: a process that was stopped here, and replaced, does not name itself leader again.
+            self._page[: _COUNTER.size] = _COUNTER.pack(self._count)
 
     async def wait_for_turn(self) -> int:
         """Waits until this process leads, and returns its term. While the state file cannot be written (a leader that

@@ -100,7 +100,7 @@ class MonitorSocket:
         if not 0 < len(hello.incarnation) <= 200:
             raise Forged("an incarnation is a random text of 1 to 200 characters")
         service = self._service()
-        if service is None:
+        if service is None or not service.leads():
             raise Forged(STANDS_BY)
         self.host, self.incarnation = hello.host, hello.incarnation
         if hello.term > service.term:
@@ -161,11 +161,19 @@ class MonitorSocket:
         try:
             while self._next is not None and not self._closed:
                 text, self._next = self._next, None
-                await asyncio.wait_for(self._socket.send_str(text), _SEND_TIMEOUT_S)
+                await asyncio.wait_for(self._write(text), _SEND_TIMEOUT_S)
         except asyncio.TimeoutError:
             self.close("it does not read what it is sent")
         except (ConnectionError, RuntimeError) as error:
             logger.debug("%s: %s", self.host, error)
+
+    async def _write(self, text: str) -> None:
+        # Asked again here: the process may have been stopped, and replaced, since the message was offered.
+        service = self._service()
+        if service is None or not service.leads():
+            self.close("this supervisor leads no more")
+            return
+        await self._socket.send_str(text)
 
     def close(self, reason: str) -> None:
         """See :class:`~resiliency.supervisor.service.Link`."""

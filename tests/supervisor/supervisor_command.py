@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,8 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from resiliency.cli.main import main
 from resiliency.settings import replace_variables
@@ -75,6 +78,27 @@ class Command:
     async def ended(self) -> int:
         code = await until(lambda: None if (found := self.process.returncode) is None else [found], within_s=30)
         return int(code[0])
+
+    def is_stopped(self) -> bool:
+        return psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED
+
+    async def stop_outside_a_transaction(self, folder: Path) -> None:
+        """Stops it when it does not write: else nobody could take over from it."""
+        while not await self._stop(folder):
+            await asyncio.sleep(0.01)
+
+    async def _stop(self, folder: Path) -> bool:
+        self.send(signal.SIGSTOP)
+        await until(self.is_stopped)
+        other = sqlite3.connect(folder / "supervisor.db", timeout=0, isolation_level=None)
+        try:
+            other.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError:
+            self.send(signal.SIGCONT)
+            return False
+        finally:
+            other.close()
+        return True
 
     def send(self, number: int) -> None:
         os.killpg(self.process.pid, number)

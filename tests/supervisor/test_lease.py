@@ -57,3 +57,28 @@ def test_a_leader_that_gives_the_lock_away_before_it_is_gone_is_replaced_at_once
 
     asyncio.run(work())
     store.close()
+
+
+def test_a_leader_that_is_stopped_while_it_counts_does_not_take_leadership_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(str(tmp_path / "s.db"))
+
+    async def work() -> None:
+        first, second = Lease(store, lease_s=0.2), Lease(store, lease_s=0.2)
+        second._me = first._me[0], first._me[1] + 1  # another process
+        monkeypatch.setattr(second, "_runs", lambda page: False)
+        await asyncio.wait_for(first.wait_for_turn(), 10)
+        term = await asyncio.wait_for(second.wait_for_turn(), 10)
+        assert second.is_mine() and not first.is_mine()
+        with monkeypatch.context() as stopped:
+            stopped.setattr(first, "is_mine", lambda: True)  # as it found before it was stopped
+            first.renew()
+        assert second.is_mine() and not first.is_mine()
+        second.renew()
+        assert second.is_mine() and second._read()[3] == term
+        first.close()
+        second.close()
+
+    asyncio.run(work())
+    store.close()

@@ -82,27 +82,42 @@ def test_one_stands_by_and_takes_over_at_once_when_the_other_is_killed(tmp_path:
     run(work)
 
 
-def test_a_leader_that_was_stopped_is_replaced_and_says_nothing_when_it_is_revived(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "point",
+    [
+        "",  # from outside, when the job runs and there is nothing to say
+        # With something to say that it may not say any more: that the host is checked, is wanted, has its place.
+        "supervisor.send:stop@1",
+        "supervisor.send:stop@3",
+        "supervisor.send:stop@5",
+    ],
+)
+def test_a_leader_that_was_stopped_is_replaced_and_says_nothing_when_it_is_revived(tmp_path: Path, point: str) -> None:
     async def work() -> None:
         ports = free_port(), free_port()
         urls = [f"http://127.0.0.1:{port}" for port in ports]
-        async with commands() as started, FakeMonitor(urls[0], "a") as a:
-            started.append(Command(tmp_path, ports[0], lease_s=1.0))
+        async with commands() as started:
+            # Stands by before there is a host, because the first one stops soon after there is.
+            started.append(Command(tmp_path, ports[0], lease_s=1.0, faults=point))
             term = await started[0].leads()
-            await until(lambda: a.desired is not None)
             started.append(Command(tmp_path, ports[1], lease_s=1.0))
             await until(lambda: "this one stands by" in started[1].log.read_text(), within_s=30)
-            started[0].send(signal.SIGSTOP)
-            assert await started[1].leads() == term + 1
-            said = len(a.desires)
-            started[0].send(signal.SIGCONT)
-            await until(lambda: "leads no more" in started[0].log.read_text(), within_s=30)
-            await asyncio.sleep(3 * PERIOD_S)
-            assert len(a.desires) == said
-            started[1].send(signal.SIGTERM)
-            assert await started[1].ended() == 0
-            await until(lambda: f"leads in term {term + 2}" in started[0].log.read_text(), within_s=30)
-            started[0].send(signal.SIGTERM)
-            assert await started[0].ended() == 0
+            async with FakeMonitor(urls[0], "a") as a:
+                if point:
+                    await until(started[0].is_stopped)
+                else:
+                    await until(lambda: runs(tmp_path))
+                    await started[0].stop_outside_a_transaction(tmp_path)
+                assert await started[1].leads() == term + 1
+                said = len(a.desires)
+                started[0].send(signal.SIGCONT)
+                await until(lambda: "leads no more" in started[0].log.read_text(), within_s=30)
+                await asyncio.sleep(3 * PERIOD_S)
+                assert len(a.desires) == said
+                started[1].send(signal.SIGTERM)
+                assert await started[1].ended() == 0
+                await until(lambda: f"leads in term {term + 2}" in started[0].log.read_text(), within_s=30)
+                started[0].send(signal.SIGTERM)
+                assert await started[0].ended() == 0
 
     run(work)
