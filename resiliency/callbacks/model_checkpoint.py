@@ -15,6 +15,7 @@ All names requested in one hook become one save. So the callback state in each c
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import warnings
@@ -63,6 +64,17 @@ __all__ = ["ModelCheckpoint", "ResilientModelCheckpoint", "build"]  # noqa: F822
 logger = logging.getLogger(__name__)
 
 _EXCEPTION_TIMEOUT = timedelta(seconds=30)
+#: Methods of the stock class after which a derived class may use the file that was saved.
+_FILE_METHODS = (
+    "_save_checkpoint",
+    "_remove_checkpoint",
+    "_link_checkpoint",
+    "_save_topk_checkpoint",
+    "_save_monitor_checkpoint",
+    "_save_none_monitor_checkpoint",
+    "_save_last_checkpoint",
+    "_update_best_and_save",
+)
 
 
 class _OfInstances:
@@ -81,8 +93,9 @@ class _OfInstances:
 class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
     """Adds the checkpoint engine to a stock ``ModelCheckpoint``; see the module docstring.
 
-    If a derived class overrides ``_save_checkpoint`` or ``_remove_checkpoint``, the file exists when this class's
-    ``_save_checkpoint`` returns, as with the stock class.
+    If a derived class overrides a method of the stock class that saves, links or removes a file (``_save_checkpoint``,
+    ``_save_topk_checkpoint``, ``_save_last_checkpoint``, ...), the file exists when this class's method returns, as
+    with the stock class.
 
     The stock class writes a checkpoint whose path is not below ``dirpath``, is hidden there, or is not a valid UTF-8
     file name. It writes all checkpoints when the engine does not support the strategy, when the Trainer has a
@@ -398,14 +411,22 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         self._last_checkpoint_saved = filepath
         if wrapped:
             saver.save_collected()
-        elif self._overrides("_save_checkpoint") or self._overrides("_remove_checkpoint"):
+        elif self._uses_files:
             saver.save_at_once(filepath, self._flush_timeout)
         else:
             saver.save(filepath)
 
+    @property
+    def _uses_files(self) -> bool:
+        """True when code of others may use a file as soon as it is saved."""
+        return any(map(self._overrides, _FILE_METHODS))
+
     def _overrides(self, method: str) -> bool:
         """True when a derived class overrides the method, or other code has replaced it on the instance."""
-        return method in vars(self) or getattr(type(self), method) is not getattr(EngineModelCheckpoint, method)
+        if method in vars(self):
+            return True
+        derived = itertools.takewhile(lambda base: base is not EngineModelCheckpoint, type(self).__mro__)
+        return any(method in vars(base) for base in derived)
 
     def _warn_of_stock_file(self, filepath: str) -> None:
         if self._saver is not None and not self._warned_of_stock_file:
@@ -422,7 +443,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
 
     def _link(self, trainer: Any, filepath: str, linkpath: str) -> None:
         saver = self._saver_of(linkpath)
-        if saver is None:
+        if saver is None or (self._uses_files and os.path.isfile(filepath)):
             super()._link_checkpoint(trainer, filepath, linkpath)
         else:
             saver.link(filepath, linkpath)

@@ -91,6 +91,49 @@ def test_a_derived_class_may_use_the_file_when_it_is_saved(namespace: str, tmp_p
     both(tmp_path, script, namespace)
 
 
+@pytest.mark.parametrize("save_last", [True, "link"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "_save_topk_checkpoint",
+        "_save_monitor_checkpoint",
+        "_save_none_monitor_checkpoint",
+        "_save_last_checkpoint",
+        "_update_best_and_save",
+        "_link_checkpoint",
+    ],
+)
+def test_a_derived_class_may_use_the_file_after_any_method_that_saves(
+    method: str, save_last: bool | str, tmp_path: Path
+) -> None:
+    def step_in(path: str) -> tuple[str, int]:
+        return os.path.basename(path), content(Path(path))["global_step"]
+
+    def script(made: Any, folder: Path) -> Any:
+        original = getattr(made, method)
+        if method == "_link_checkpoint":  # a static method
+
+            def replaced(*arguments: Any) -> None:
+                original(*arguments)
+                seen.append([step_in(path) for path in arguments[1:]])
+
+            mine = type("Mine", (made,), {method: staticmethod(replaced)})
+        else:
+
+            def replaced(self: Any, *arguments: Any) -> None:
+                original(self, *arguments)
+                path = self.last_model_path if "last" in method else self.best_model_path
+                seen.append(path and step_in(path))
+
+            mine = type("Mine", (made,), {method: replaced})
+        seen: list[Any] = []
+        monitor = None if "none" in method else "wave"
+        fit(mine(dirpath=folder, monitor=monitor, save_top_k=1, every_n_train_steps=1, save_last=save_last), folder)
+        return seen
+
+    both(tmp_path, script)
+
+
 def test_a_derived_class_may_rename_what_is_to_be_removed(tmp_path: Path) -> None:
     def script(made: Any, folder: Path) -> None:
         class Mine(made):  # type: ignore[misc]
