@@ -46,6 +46,8 @@ _LAST_SAVE_TIMEOUT = timedelta(minutes=2)
 #: From this state size on, the engine is opened and shard files are prepared before training. Smaller jobs open the
 #: engine in their first save, so that a fit that saves nothing does not pay for it.
 _LARGE_BYTES = 32 * 1024 * 1024
+#: Errors of a path at which no folder can be.
+_NO_FOLDER = (errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 class CheckpointSaver:
@@ -119,7 +121,8 @@ class CheckpointSaver:
 
         Raises:
             Timeout: a rank is missing.
-            FileExistsError: ``dirpath`` is a file. The stock class raises the same error.
+            OSError: ``dirpath`` can be no folder: it is a file, or below one, or its name is too long. The stock class
+                raises the same error.
         """
         if self.engine is not None:
             return True
@@ -129,8 +132,7 @@ class CheckpointSaver:
             if isinstance(error, Timeout):
                 raise  # without the missing rank no save can succeed
             where = self.places.dirpath
-            if os.path.exists(where) and not os.path.isdir(where):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), where) from error
+            _raise_if_no_folder(where, error)
             logger.log(
                 logging.DEBUG if self._told_why else logging.ERROR,
                 "no checkpoints are written to %s: %s; training goes on, and later saves try again",
@@ -626,3 +628,18 @@ class CheckpointSaver:
         self._stock_removals = [item for item in self._stock_removals if item[0] > step]
         for path in due:
             self._trainer.strategy.remove_checkpoint(path)
+
+
+def _raise_if_no_folder(path: str, cause: Exception) -> None:
+    """Raises the error of making a folder where none can be; waiting does not help then.
+
+    Raises:
+        OSError: as ``os.makedirs``.
+    """
+    if "://" in path:
+        return
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        if error.errno in _NO_FOLDER:
+            raise error from cause

@@ -112,3 +112,27 @@ def test_a_name_that_the_user_has_deleted_after_a_crash_is_free(tmp_path: Path) 
     make_trainer(NAMESPACES[0], [callback], root=tmp_path / "root").fit(make_net(NAMESPACES[0]), loader())
     assert os.path.basename(callback.last_model_path) == "last.ckpt"
     assert torch.load(tmp_path / "last.ckpt", weights_only=False)["global_step"] == 12
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("kind", ["a file", "below a file", "long name", "long path", "loop"])
+def test_a_place_where_no_folder_can_be_ends_the_fit_as_with_the_stock_class(
+    kind: str, namespace: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    dirpath = {
+        "a file": tmp_path / "file",
+        "below a file": tmp_path / "file" / "ckpts",
+        "long name": tmp_path / ("d" * 256),
+        "long path": tmp_path.joinpath(*["d" * 200] * 30),
+        "loop": tmp_path / "loop" / "ckpts",
+    }[kind]
+    raised = []
+    for made in (stock(namespace), partial(ours, namespace)):
+        callback = made(dirpath=dirpath, every_n_train_steps=3)
+        trainer = make_trainer(namespace, [callback], root=tmp_path / "root", max_epochs=1)
+        with pytest.raises(OSError) as error:
+            trainer.fit(make_net(namespace), loader())
+        raised.append((type(error.value), error.value.errno, error.value.filename, trainer.global_step))
+    assert raised[0] == raised[1]
