@@ -27,18 +27,19 @@ _LONGEST_PART = 255
 def engine_name(path: str, dirpath: str) -> str | None:
     """The name, relative to ``dirpath``, under which the engine saves a checkpoint for ``path``.
 
-    None when the engine cannot: the path is not below ``dirpath``, is hidden, is in the engine's own folder, has a
-    control character, or has a part that no tier accepts (longer than 255 bytes, or not UTF-8). Then the stock class
-    writes the checkpoint, or raises.
+    None when the engine cannot: the path is not below ``dirpath``, is hidden or in a hidden folder (as the engine's
+    own is), has a control character, or has a part that no tier accepts (longer than 255 bytes, or not UTF-8). Then the
+    stock class writes the checkpoint, or raises.
     """
     root = dirpath.rstrip("/") + "/"
     if not path.startswith(root):
         return None
     name = posixpath.normpath(path.removeprefix(root))
-    if name.startswith((".", "/")) or META_DIR in name.split("/") or any(ord(character) < 32 for character in name):
+    parts = name.split("/")
+    if name.startswith("/") or any(part.startswith(".") for part in parts) or any(ord(char) < 32 for char in name):
         return None
     try:
-        fits = all(len(part.encode()) <= _LONGEST_PART for part in name.split("/"))
+        fits = all(len(part.encode()) <= _LONGEST_PART for part in parts)
     except UnicodeEncodeError:
         return None
     return name if fits else None

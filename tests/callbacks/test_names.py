@@ -20,7 +20,6 @@ KEPT = {
     "/d/./c.ckpt": "c.ckpt",
     "/d/a/../e.ckpt": "e.ckpt",
     "/d/with space.ckpt": "with space.ckpt",
-    "/d/a/.b.ckpt": "a/.b.ckpt",
     f"/d/{'x' * 250}.ckpt": f"{'x' * 250}.ckpt",
 }
 NOT_KEPT = [
@@ -31,6 +30,8 @@ NOT_KEPT = [
     "/d/../step=1.ckpt",
     "/d/a/../../step=1.ckpt",
     "/d/.hidden.ckpt",
+    "/d/a/.hidden.ckpt",
+    "/d/.a/b.ckpt",
     "/d/.resiliency/x.ckpt",
     "/d/a/.resiliency/x.ckpt",
     "/d/line\nbreak.ckpt",
