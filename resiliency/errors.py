@@ -10,6 +10,7 @@
     ├── TornSnapshot         a tensor changed while it was being copied; the save is given up
     ├── NoCheckpointFound    no checkpoint that can be restored, though one was asked for
     ├── AgentError           the host agent cannot be reached or refused a request
+    │   └── DirectoryInUse     another job on this host is using the directory
     └── Timeout              (also a TimeoutError) a wait passed its deadline
 
 Every message says what happened, where (rank, step, tier, path) and what to do next.
@@ -24,6 +25,7 @@ __all__ = [
     "AgentError",
     "ConfigError",
     "CorruptShard",
+    "DirectoryInUse",
     "NoCheckpointFound",
     "ResiliencyError",
     "TierError",
@@ -94,6 +96,10 @@ class NoCheckpointFound(ResiliencyError):
 
 class AgentError(ResiliencyError):
     """The host agent cannot be reached, refused the request, or answered with an error."""
+
+
+class DirectoryInUse(AgentError):
+    """Another job on this host is using the directory under the same run name."""
 
 
 class Timeout(ResiliencyError, TimeoutError):

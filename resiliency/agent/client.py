@@ -47,7 +47,7 @@ from resiliency.agent.messages import (
     Welcome,
 )
 from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, pack
-from resiliency.errors import AgentError, TierError
+from resiliency.errors import AgentError, DirectoryInUse, TierError
 from resiliency.events import EventKind, EventWriter, JsonlSink, NullSink
 from resiliency.launch.leaving import close_when_left
 from resiliency.storage.stage import Stage
@@ -172,12 +172,12 @@ class AgentClient:
         """Called when every Hello was closed without an answer. If an agent still listens, it serves another job.
 
         Raises:
-            AgentError: an agent listens. Working beside it would mix the checkpoints of two jobs.
+            DirectoryInUse: an agent listens. Working beside it would mix the checkpoints of two jobs.
         """
         connection = self._dial()
         if connection is not None:
             connection.close()
-            raise AgentError(
+            raise DirectoryInUse(
                 f"rank {self.rank}: an agent that does not speak protocol {PROTOCOL_VERSION} serves"
                 f" {self.config.local.address} as run {self.config.run!r} on this host: a job with another version of"
                 " this library is using it; end that job, or give this one its own RESILIENCY_RUN or directory"
@@ -197,7 +197,8 @@ class AgentClient:
             framer = Framer()
             answer, *notices = self._hello_answer(connection, framer)
             if isinstance(answer, Refused):
-                raise AgentError(f"rank {self.rank}: the checkpoint agent refused: {answer.reason}")
+                refused = f"rank {self.rank}: the checkpoint agent refused: {answer.reason}"
+                raise DirectoryInUse(refused) if answer.in_use else AgentError(refused)
             if not isinstance(answer, Welcome):
                 raise AgentError(f"rank {self.rank}: the checkpoint agent answered Hello with {type(answer).__name__}")
             self._accept(notices)
@@ -360,7 +361,7 @@ class AgentClient:
         Blocks: up to 20 s.
 
         Raises:
-            AgentError: another process still has the address after 20 s.
+            DirectoryInUse: another process still has the address after 20 s.
         """
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         pause, deadline = threading.Event(), time.monotonic() + _CLAIM_S
@@ -380,7 +381,7 @@ class AgentClient:
                     continue
                 if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                     claim.close()
-                    raise AgentError(
+                    raise DirectoryInUse(
                         f"rank {self.rank}: another job is still using {config.local.address} as run {config.run!r} on"
                         " this host; end it, or give this job its own RESILIENCY_RUN or directory"
                     ) from error

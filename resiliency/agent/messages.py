@@ -245,9 +245,14 @@ class Welcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """The answer to :class:`Hello` from an agent that does not serve this job."""
+    """The answer to :class:`Hello` from an agent that does not serve this job.
+
+    Attributes:
+        in_use: it serves another job.
+    """
 
     reason: str
+    in_use: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -176,7 +176,7 @@ class AgentServer:
                     f" {config.local.address} as run {config.run!r} on this host; end it, or give this job its own"
                     " RESILIENCY_RUN or directory"
                 )
-                connection.sendall(pack(Refused(reason=reason)))
+                connection.sendall(pack(Refused(reason=reason, in_use=True)))
                 return None
             try:
                 self._start_agent(config)

@@ -25,7 +25,7 @@ from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
-from resiliency.errors import AgentError, ResiliencyError, TierError, Timeout
+from resiliency.errors import AgentError, DirectoryInUse, ResiliencyError, TierError, Timeout
 from resiliency.launch import heartbeat
 from resiliency.plugins import _lightning
 from resiliency.plugins.strategies.base import StrategyAdapter
@@ -62,6 +62,7 @@ class CheckpointSaver:
         callback: the callback whose settings apply; loggers get it in ``after_save_checkpoint``.
         lazy: copy tensors during the next forward and backward, if the tensor rules and the hook allow it.
         flush_timeout: the longest time that the end of training waits for saves.
+        must_resume: the fit may be a restart of the job that is still using the folder: it waits for that job's end.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class CheckpointSaver:
         options: CheckpointerOptions,
         lazy: bool,
         flush_timeout: timedelta,
+        must_resume: bool = False,
     ) -> None:
         self.session = session
         self.places = places
@@ -85,6 +87,7 @@ class CheckpointSaver:
         self._adapter = adapter
         self._options = options
         self._lazy = lazy
+        self._must_resume = must_resume
         self._flush_timeout = flush_timeout
         self._collecting = False
         self._overlap = False
@@ -92,6 +95,10 @@ class CheckpointSaver:
         self._unnamed = False  # a save is requested that needs no name
         self._missed_saves = 0
         self._told_why = False
+        #: The engine could not be opened for the save that comes next.
+        self._failed_just_now = False
+        #: Another job uses the folder, so the stock class writes the checkpoints of this fit. On all ranks.
+        self.left_to_stock = False
         #: Paths to save under and names to remove, as requested in the current hook.
         self._save_paths: list[str] = []
         self._removed_names: list[str] = []
@@ -124,15 +131,22 @@ class CheckpointSaver:
             OSError: ``dirpath`` can be no folder: it is a file, or below one, or its name is too long. The stock class
                 raises the same error.
         """
-        if self.engine is not None:
-            return True
+        if self.engine is not None or self.left_to_stock:
+            return not self.left_to_stock
         try:
             self.engine = self.session.open(self.places, self._options_with_log()).engine
         except (TierError, AgentError, OSError) as error:
             if isinstance(error, Timeout):
                 raise  # without the missing rank no save can succeed
-            where = self.places.dirpath
-            _raise_if_no_folder(where, error)
+            _raise_if_no_folder(self.places.dirpath, error)
+            if isinstance(error, DirectoryInUse) and not self._must_resume:
+                self.left_to_stock = True
+                logger.warning(
+                    "%s. Lightning's own code saves the checkpoints of this fit (slower, not verified, not used by"
+                    " auto_resume)",
+                    error,
+                )
+                return False
             logger.log(
                 logging.DEBUG if self._told_why else logging.ERROR,
                 "no checkpoints are written to %s: %s; training goes on, and later saves try again",
@@ -142,6 +156,18 @@ class CheckpointSaver:
             self._told_why = True
             return False
         return True
+
+    def leaves_to_stock(self) -> bool:
+        """Whether the stock class writes the checkpoints of this fit, as another job uses the folder. The same on all
+        ranks. Collective: when no save was tried yet; then it opens the engine, which may take 20 s beside that job."""
+        if (
+            self.engine is None
+            and not self.left_to_stock
+            and not self._missed_saves
+            and not self._others_may_be_missing
+        ):
+            self._failed_just_now = not self._open_for_save()
+        return self.left_to_stock
 
     def _options_with_log(self) -> CheckpointerOptions:
         """The options; when all tiers are addresses or a ramdisk, with a folder below the Trainer's root folder for the
@@ -159,6 +185,9 @@ class CheckpointSaver:
         """
         if self.engine is not None:
             return True
+        if self._failed_just_now:  # for this very save
+            self._failed_just_now = False
+            return False
         if self._missed_saves & (self._missed_saves - 1) or self._others_may_be_missing:
             self._missed_saves += 1
             return False
@@ -256,7 +285,7 @@ class CheckpointSaver:
 
     def name_of(self, path: str) -> str | None:
         """The engine's name for a path; None when only the stock class can write the path."""
-        return engine_name(str(path), self.places.dirpath)
+        return None if self.left_to_stock else engine_name(str(path), self.places.dirpath)
 
     @property
     def _names(self) -> set[str]:

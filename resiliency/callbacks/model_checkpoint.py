@@ -342,6 +342,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             options=self._engine_options,
             lazy=self._lazy,
             flush_timeout=self._flush_timeout,
+            must_resume=bool(self._auto_resume or environment().launch.restarts),
         )
         session.register(saver)
         self._saver = saver
@@ -399,7 +400,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
 
     def _save_file(self, trainer: Any, filepath: str) -> None:
         saver = self._saver_of(filepath)
-        if saver is None:
+        if saver is None or saver.leaves_to_stock():
             self._warn_of_stock_file(filepath)
             super()._save_checkpoint(trainer, filepath)
             return
@@ -429,7 +430,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         return any(method in vars(base) for base in derived)
 
     def _warn_of_stock_file(self, filepath: str) -> None:
-        if self._saver is not None and not self._warned_of_stock_file:
+        if self._saver is not None and not self._saver.left_to_stock and not self._warned_of_stock_file:
             self._warned_of_stock_file = True
             logger.warning(
                 "%s is not below %s, or hidden there, or not a name that the engine can give; such checkpoints are"

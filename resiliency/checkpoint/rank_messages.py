@@ -84,10 +84,12 @@ class AgentReady:
     Attributes:
         embedded: the agent's work is done in the rank's own process.
         problem: why there is no agent; "" when there is one.
+        in_use: the reason is another job.
     """
 
     embedded: bool
     problem: str = ""
+    in_use: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from resiliency.checkpoint.lineage import Lineage
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
 from resiliency.checkpoint.rank_messages import AgentReady, RankPlace, RankReport, SharedFolder, gather
 from resiliency.checkpoint.shard_plan import HostPart
-from resiliency.errors import TierError, UnsupportedFormat
+from resiliency.errors import DirectoryInUse, TierError, UnsupportedFormat
 from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
 from resiliency.launch.job_log import tell_launcher
 from resiliency.launch.leaving import close_when_left
@@ -152,7 +152,7 @@ def open_session(
 
     Raises:
         Timeout: a rank is missing.
-        AgentError: another job uses the directory.
+        DirectoryInUse: another job uses the directory. On all ranks, also those of hosts where none does.
         UnsupportedFormat: the directory or a remote tier holds steps that another version of the format wrote.
         TierError: the local directory cannot be made or read.
     """
@@ -259,24 +259,28 @@ def open_session(
         only_files=local.only_files and not remotes and len(local_ranks) == world_size,
     )
     client = AgentClient(config, rank, events, embedded=options.agent == "embedded")
+    problem, in_use = "", False
     try:
         client.open()
-        problem = ""
     except Exception as error:  # Boundary: reported to the other ranks before this rank raises.
         problem, failure = f"rank {rank}: {error}", error
-    ready = AgentReady(embedded=client.embedded, problem=problem)
+        in_use = isinstance(error, DirectoryInUse)
+    ready = AgentReady(embedded=client.embedded, problem=problem, in_use=in_use)
     try:
         answers = gather(coordinator, "agent", ready, timeout=options.agree_timeout)
     except BaseException:  # a rank is missing, or this one was interrupted: the agent must not wait for this rank
         client.close(timeout_s=2.0)
         events.close()
         raise
+    problems = [answer.problem for answer in answers if answer.problem]
     if problem:
         client.close(timeout_s=2.0)
-        raise failure
-    problems = [answer.problem for answer in answers if answer.problem]
+        if in_use or not any(answer.in_use for answer in answers):
+            raise failure
     if problems:
         client.close()
+        if any(answer.in_use for answer in answers):
+            raise DirectoryInUse("; ".join(problems))
         raise TierError("; ".join(problems), retryable=False)
     together = len(set(nodes)) == 1 and not any(answer.embedded for answer in answers)
     return Session(

@@ -1,5 +1,5 @@
 """What else writes the checkpoints of a trainer is used and said: a CheckpointIO of the user, a function in the place of
-``torch.save``. And a link is a link in the end."""
+``torch.save``, the stock class beside another job. And a link is a link in the end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from resiliency.callbacks.model_checkpoint import build
+from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.plugins.checkpoint_io import build as build_io
-from tests.callbacks.harness import NAMESPACES, loader, make_net, make_trainer, ours, stock
+from tests.callbacks.harness import EMBEDDED, NAMESPACES, loader, make_net, make_trainer, names, ours, stock
 
 EVERY: dict[str, Any] = {"every_n_train_steps": 3, "save_top_k": -1, "filename": "{step}"}
 FILES = ["step=12.ckpt", "step=3.ckpt", "step=6.ckpt", "step=9.ckpt"]
@@ -102,3 +103,43 @@ def test_last_is_a_link_where_the_stock_class_makes_one(namespace: str, tmp_path
     first, second = fits("ours")
     assert first["last.ckpt"] == "step=12.ckpt"
     assert (first, second) == fits("stock")
+
+
+def hold(folder: Path) -> Checkpointer:
+    """Another job that saves there."""
+    holder = Checkpointer(folder, options=EMBEDDED)
+    holder.save(1, {"x": torch.zeros(1)}, names=["other.ckpt"]).wait()
+    return holder
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_beside_another_job_in_the_folder_the_stock_class_writes(
+    namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trainings of a sweep with one folder, each with names of its own."""
+    monkeypatch.setattr("resiliency.agent.client._CLAIM_S", 0.1)
+    left = []
+    for who in ("stock", "ours"):
+        folder = tmp_path / who
+        with hold(folder):
+            options = {"monitor": "wave", "save_top_k": 2, "every_n_train_steps": 2, "save_last": True}
+            made = stock(namespace)(dirpath=folder, **options) if who == "stock" else ours(namespace, folder, **options)
+            make_trainer(namespace, [made], root=tmp_path / "root").fit(make_net(namespace), loader())
+            assert torch.load(made.best_model_path, weights_only=False)["global_step"] > 0
+            left.append((names(folder), os.path.basename(made.best_model_path)))
+        assert "other.ckpt" in names(folder)
+    assert left[0] == left[1]
+    told = [text for text in caplog.messages if "another job is still using" in text]
+    assert len(told) == 1 and "Lightning's own code saves" in told[0]
+
+
+def test_a_restart_writes_nothing_beside_the_job_that_it_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That job may be an earlier attempt of its own, which was only stopped."""
+    monkeypatch.setattr("resiliency.agent.client._CLAIM_S", 0.1)
+    monkeypatch.setenv("RESILIENCY_ATTEMPT", "2")
+    with hold(tmp_path):
+        made = ours(NAMESPACES[0], tmp_path, every_n_train_steps=2, save_top_k=-1, auto_resume=False)
+        make_trainer(NAMESPACES[0], [made], root=tmp_path / "root").fit(make_net(NAMESPACES[0]), loader())
+        assert names(tmp_path) == {"other.ckpt"}
