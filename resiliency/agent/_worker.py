@@ -9,6 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from resiliency.errors import AgentError
+
 __all__ = ["Worker"]
 
 logger = logging.getLogger(__name__)
@@ -31,14 +33,25 @@ class Worker:
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queues a job; the first one starts the thread. After :meth:`close` jobs are dropped. Blocks: no."""
+        """Queues a job; the first one starts the thread. After :meth:`close` jobs are dropped. Blocks: no.
+
+        Raises:
+            AgentError: the thread cannot be started; the job is not queued.
+        """
         with self._wake:
             if self._closed:
                 return
-            self._jobs.append(job)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise AgentError(
+                        f"{self._name}: {error}: the user, or the container's pids cgroup, has as many processes and"
+                        " threads as it may; raise that limit (ulimit -u, pids.max)"
+                    ) from error
+                self._thread = thread
+            self._jobs.append(job)
             self._wake.notify_all()
 
     @property

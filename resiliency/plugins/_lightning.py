@@ -287,9 +287,23 @@ def other_writer(trainer: Any) -> str:
     strategy = trainer.strategy
     if any(_is_users(strategy, method) for method in ("save_checkpoint", "remove_checkpoint")):
         return f"the strategy {type(strategy).__name__} of this Trainer, which has methods of its own for that"
+    if stock and _is_replaced(io):
+        return f"a function that other code has put in the place of one of {type(io).__name__}"
     if torch_save_is_replaced():
         return f"a function that other code has put in the place of torch.save ({torch.save!r})"
     return ""
+
+
+def _is_replaced(io: Any) -> bool:
+    """True when other code has replaced what Lightning's own CheckpointIO saves with: it wants to see the saves."""
+    if "save_checkpoint" in vars(io):
+        return True
+    writers = type(io).save_checkpoint, getattr(sys.modules[type(io).__module__], "_atomic_save", None)
+    for writer in writers:
+        of_lightning = str(getattr(writer, "__module__", "")).startswith(_FABRICS)
+        if writer is not None and (not of_lightning or hasattr(writer, "__wrapped__")):
+            return True
+    return False
 
 
 def _is_users(strategy: Any, method: str) -> bool:

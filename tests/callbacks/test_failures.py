@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import logging
@@ -107,11 +108,20 @@ def test_saves_go_on_when_there_is_room_for_shard_files_again(
     assert warnings_of_ours(caplog)
 
 
-def test_saves_begin_once_the_directory_can_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Below a file; when the file goes, later saves work."""
-    (tmp_path / "file").write_text("in the way")
-    directory = tmp_path / "file" / "ckpts"
-    callbacks = [At(5, (tmp_path / "file").unlink), ours(PL, directory, **EVERY)]
+def test_saves_begin_once_the_directory_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a network mount that comes back. Where no folder can be, the fit ends: see test_odd_paths.py."""
+    make, directory = session._make_run_folder, tmp_path / "mount" / "ckpts"
+
+    def gone(*arguments: Any) -> str:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(directory))
+
+    monkeypatch.setattr(session, "_make_run_folder", gone)
+    callbacks = [
+        At(5, lambda: monkeypatch.setattr(session, "_make_run_folder", make)),
+        ours(PL, directory, **EVERY),
+    ]
     trainer = make_trainer(PL, callbacks, root=tmp_path)
     trainer.fit(make_net(PL), loader())
     assert trainer.global_step == 12
@@ -122,6 +132,26 @@ def test_saves_begin_once_the_directory_can_be_made(tmp_path: Path, caplog: pyte
         "step=10.ckpt",
         "step=12.ckpt",
     }  # tried at saves 1, 2, 3, 5
+
+
+def test_training_goes_on_where_no_further_thread_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = threading.Thread.start
+
+    def limited(self: threading.Thread) -> None:
+        if self.name.startswith("resiliency-agent-"):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    made = At(5, lambda: monkeypatch.setattr(threading.Thread, "start", start))
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    train = make_trainer(PL, [made, ours(PL, tmp_path, **EVERY)], root=tmp_path)
+    train.fit(make_net(PL), loader())
+    assert train.global_step == 12
+    (said,) = [text for text in caplog.messages if "no checkpoints are written" in text]
+    assert "can't start new thread" in said and "pids.max" in said
+    assert "step=12.ckpt" in names(tmp_path)
 
 
 def test_a_directory_that_can_be_read_but_not_written_is_still_resumed_from(

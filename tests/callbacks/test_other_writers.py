@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,32 @@ def test_a_function_in_the_place_of_torch_save_is_called(
     monkeypatch.setattr(torch, "save", lambda *arguments, **named: (seen.append(1), real(*arguments, **named))[1])
     make_trainer(namespace, [ours(namespace, tmp_path, **EVERY)], root=tmp_path).fit(make_net(namespace), loader())
     assert len(seen) == 4 and len(said(caplog)) == 1 and "torch.save" in said(caplog)[0]
+    assert sorted(os.listdir(tmp_path)) == FILES
+
+
+@pytest.mark.parametrize("where", ["instance", "class", "wrapper of the class", "module"])
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_a_function_in_the_place_of_one_of_the_stock_plugin_is_called(
+    where: str, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As tracing libraries and tests put it there."""
+    trainer = make_trainer(namespace, [ours(namespace, tmp_path, **EVERY)], root=tmp_path)
+    io, seen = trainer.strategy.checkpoint_io, []
+    owner, name = {
+        "instance": (io, "save_checkpoint"),
+        "class": (type(io), "save_checkpoint"),
+        "wrapper of the class": (type(io), "save_checkpoint"),
+        "module": (sys.modules[type(io).__module__], "_atomic_save"),
+    }[where]
+    real = getattr(owner, name)
+
+    def replaced(*arguments: Any, **named: Any) -> Any:
+        seen.append(1)
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, functools.wraps(real)(replaced) if "wrapper" in where else replaced)
+    trainer.fit(make_net(namespace), loader())
+    assert len(seen) == 4 and len(said(caplog)) == 1 and "TorchCheckpointIO" in said(caplog)[0]
     assert sorted(os.listdir(tmp_path)) == FILES
 
 
