@@ -300,7 +300,8 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
                     raise  # the engine cannot write there, so the stock class would, and it cannot either
                 logger.warning("whether %s is empty is not known: %r; training goes on", dirpath, error)
         elif self.save_top_k != 0 and os.path.isdir(dirpath) and os.listdir(dirpath):
-            _lightning.warn_user(self.namespace, f"Checkpoint directory {dirpath} exists and is not empty.")
+            module = f"{self.namespace}.callbacks.model_checkpoint"
+            _lightning.warn_as(module, f"Checkpoint directory {dirpath} exists and is not empty.")
 
     @staticmethod
     def _is_silent(dirpath: str) -> bool:

@@ -53,7 +53,7 @@ __all__ = [
     "torch_save_is_replaced",
     "users_code_has",
     "users_handler",
-    "warn_user",
+    "warn_as",
 ]
 
 _TRAINER_MODULES = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
@@ -69,9 +69,13 @@ def tell_user(trainer: Any, message: str) -> None:
     importlib.import_module(f"{_namespace_of(trainer)}.utilities.rank_zero").rank_zero_info(message)
 
 
-def warn_user(namespace: str, message: str) -> None:
-    """Warns on rank 0, as Lightning's own code does."""
-    importlib.import_module(f"{namespace}.utilities.rank_zero").rank_zero_warn(message)
+def warn_as(module: str, message: str) -> None:
+    """Warns on rank 0 as this module of Lightning does itself, so that a user's filter by module applies to it."""
+    place = importlib.import_module(module)
+    namespace = module.split(".callbacks")[0]
+    if importlib.import_module(f"{namespace}.utilities.rank_zero").rank_zero_only.rank == 0:
+        registry = vars(place).setdefault("__warningregistry__", {})
+        warnings.warn_explicit(message, UserWarning, str(place.__file__), 1, module, registry)
 
 
 def _namespace_of(trainer: Any) -> str:

@@ -269,5 +269,15 @@ def test_a_folder_that_is_not_empty_is_warned_of_as_by_the_stock_class(namespace
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer.fit(make_net(namespace), loader())
-        told.append([str(item.message) for item in caught if "not empty" in str(item.message)])
-    assert told == [[f"Checkpoint directory {tmp_path} exists and is not empty."]] * 2 + [[]]
+        told.append(
+            [(str(item.message), item.category, item.filename) for item in caught if "not empty" in str(item.message)]
+        )
+    (stock_warning,) = told[0]
+    assert stock_warning[0] == f"Checkpoint directory {tmp_path} exists and is not empty."
+    assert told == [[stock_warning], [stock_warning], []]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", module=namespace.replace(".", r"\."))
+        make_trainer(namespace, [ours(namespace, tmp_path)], root=tmp_path, max_steps=0).fit(
+            make_net(namespace), loader()
+        )
