@@ -142,6 +142,7 @@ PINNED = {
         "AgentError",
         "ConfigError",
         "CorruptShard",
+        "DirectoryInUse",
         "NoCheckpointFound",
         "ResiliencyError",
         "TierError",
