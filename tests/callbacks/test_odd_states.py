@@ -128,11 +128,12 @@ def test_a_stock_file_takes_the_place_of_a_name_and_not_of_the_step_behind_it(
         with open(path, "wb") as file:
             file.write(b"x")
 
-    monkeypatch.setattr(module.TorchCheckpointIO, "save_checkpoint", save)
     net = make_net(namespace)
 
     def on_save_checkpoint(checkpoint: dict[str, Any]) -> None:
         if checkpoint["global_step"] >= 6:
+            # Not before the fit: then it would write every checkpoint.
+            monkeypatch.setattr(module.TorchCheckpointIO, "save_checkpoint", save)
             checkpoint["model"] = Model()
 
     net.on_save_checkpoint = on_save_checkpoint

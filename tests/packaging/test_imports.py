@@ -103,6 +103,7 @@ PINNED = {
         "CheckpointerOptions",
         "ConfigError",
         "CorruptShard",
+        "DirectoryInUse",
         "Interval",
         "LocalTierOptions",
         "ModelCheckpoint",
