@@ -49,6 +49,7 @@ KNOWN: tuple[str, ...] = (
     "restore.inventory",
     "restore.verify",
     "restore.load",
+    "preemption.interrupt",
     "supervisor.store.begin",
     "supervisor.store.write",
     "supervisor.store.committed",

@@ -10,6 +10,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
+from resiliency import faultpoints
 from resiliency.callbacks._saver import CheckpointSaver
 from resiliency.checkpoint.checkpointer import default_coordinator
 from resiliency.checkpoint.coordinator import StoreCoordinator
@@ -63,6 +64,7 @@ class NoticeWatch:
     ) -> None:
         self.saver: CheckpointSaver | None = None
         self.stepping = self.interrupted = False
+        self._aborted = False  # this object has ended the waits for other ranks
         self._rank, self._grace_s, self._exit_code = trainer.global_rank, grace_s, exit_code
         #: The first exception that a signal handler of the user has raised; it ends the fit after the save.
         self.users_exit: BaseException | None = None
@@ -112,7 +114,11 @@ class NoticeWatch:
             for number, handler in self.handlers_before.items()
         }
         self._before_interrupt: Any = None
-        if threading.current_thread() is threading.main_thread():
+        #: Held while the signal is sent: once its handler is taken away, by Lightning's teardown or by close(), it would
+        #: end the process.
+        self._interrupting = threading.Lock()
+        self._may_interrupt = threading.current_thread() is threading.main_thread()
+        if self._may_interrupt:
             self._before_interrupt = signal.signal(_INTERRUPT, self._interrupted) or signal.SIG_DFL
         self._signals: Signals | None = None
         if signals:
@@ -146,7 +152,8 @@ class NoticeWatch:
             events.emit(EventKind.PREEMPTION_NOTICE, source=notice.source, told=notice.rank, deadline_s=notice.grace_s)
 
     def told_because_of(self, exception: BaseException) -> bool:
-        """True when the exception comes from a preemption of the whole job: all ranks have received the notice.
+        """True when the exception comes from a preemption of the whole job: all ranks have received the notice, or
+        this rank waited for the others for so long that it was interrupted.
 
         False when only this rank was told to end, because another rank has failed.
 
@@ -155,16 +162,23 @@ class NoticeWatch:
         """
         if isinstance(exception, Preempted):
             return True
-        caused = looks_like_a_lost_peer(exception) or "DataLoader worker" in str(exception)
+        lost_peer = looks_like_a_lost_peer(exception)
+        if lost_peer and self._aborted:
+            return True
+        caused = lost_peer or "DataLoader worker" in str(exception)
         # When a rank has failed, a launcher also ends its peers with a signal; but the failed rank does not answer.
         return self._noticed_it.wait(_SOON_S if caused else 0.0) and self.stop.agreed(timeout_s=_SOON_S)
 
     # -- interruption
 
     def _interrupt(self) -> None:
+        # Set before, because the main thread may handle the error of an aborted wait before the signal reaches it.
+        self._aborted = True
         abort_collectives(self._connections, groups=True, forming=False)
-        if self._before_interrupt is not None and self._main is not None:
-            signal.pthread_kill(self._main, _INTERRUPT)
+        faultpoints.hit("preemption.interrupt", rank=self._rank)
+        with self._interrupting:
+            if self._may_interrupt and self._main is not None:
+                signal.pthread_kill(self._main, _INTERRUPT)
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         """Signal handler in the main thread: raises :class:`Preempted` where the thread may be interrupted."""
@@ -182,8 +196,15 @@ class NoticeWatch:
         except BaseException as error:  # Boundary: the user's handler wants to end the process; first all ranks save.
             self.users_exit = self.users_exit or error
 
+    def leaves(self) -> None:
+        """The main thread has left what it did: from now on it is not interrupted. Idempotent. Thread: any."""
+        self.stop.leaves()
+        with self._interrupting:
+            self._may_interrupt = False
+
     def close(self) -> None:
         """Stops listening and restores the signal handlers. Idempotent. Blocks: up to 1 s for each thread."""
+        self.leaves()
         self.stop.close()
         for source in self._sources:
             source.close()

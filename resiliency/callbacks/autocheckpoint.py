@@ -264,7 +264,7 @@ class SavesWhenPreempted(StepHooks):
             _lightning.after_batch_end_hooks(trainer, lambda: self._leave_here(trainer, watch))
 
     def _leave_here(self, trainer: Any, watch: NoticeWatch) -> None:
-        watch.stop.leaves()
+        watch.leaves()
         _lightning.let_children_leave(trainer)
         if not self._requeue(trainer, watch):
             self._save(trainer, watch)
@@ -289,7 +289,7 @@ class SavesWhenPreempted(StepHooks):
         super().on_train_end(trainer, pl_module)
         if self._watch is not None:
             # No batch is left at which all ranks could stop. They end by themselves soon, or at the end of the grace.
-            self._watch.stop.leaves()
+            self._watch.leaves()
         if self._own is not None:
             self._own.on_train_end(trainer, pl_module)
 
@@ -299,7 +299,7 @@ class SavesWhenPreempted(StepHooks):
         told = watch is not None and watch.told_because_of(exception)
         try:
             if watch is not None and told:
-                watch.stop.leaves()
+                watch.leaves()
                 _lightning.let_children_leave(trainer)
                 if not isinstance(exception, Preempted) or watch.interrupted:
                     self._leave_in_the_middle(trainer, watch)

@@ -393,10 +393,12 @@ def test_a_signal_to_the_peer_of_a_rank_that_has_died_is_no_preemption(make: Cal
     assert not (job.directory / "preempted.ckpt").exists()
 
 
-def test_a_rank_whose_store_is_frozen_ends_within_the_grace(make: Callable[..., Job]) -> None:
-    """Rank 0 has the store, and answers nobody."""
+@pytest.mark.parametrize("late", ["", "preemption.interrupt:delay=0.5@*"])
+def test_a_rank_whose_store_is_frozen_ends_within_the_grace(make: Callable[..., Job], late: str) -> None:
+    """Rank 0 has the store, and answers nobody. The signal that interrupts rank 1 comes late where ``late`` says so:
+    after the error of its aborted collective."""
     job = make()
-    job.start(moment="forward", grace_s=4.0)
+    job.start(moment="forward", grace_s=4.0, env={"RESILIENCY_FAULTS": late})
     job.wait_there()
     os.kill(job.workers[0].pid, signal.SIGSTOP)
     began = time.monotonic()
