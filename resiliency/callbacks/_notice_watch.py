@@ -114,8 +114,8 @@ class NoticeWatch:
             for number, handler in self.handlers_before.items()
         }
         self._before_interrupt: Any = None
-        #: Held while the signal is sent: once its handler is taken away, by Lightning's teardown or by close(), it would
-        #: end the process.
+        #: Held while the signal is sent: without its handler, which Lightning's teardown and close() take away, it
+        #: would end the process.
         self._interrupting = threading.Lock()
         self._may_interrupt = threading.current_thread() is threading.main_thread()
         if self._may_interrupt:

@@ -6,7 +6,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.testing.zygote import Zygote
 from tests.e2e.driver import Job
 
@@ -60,3 +62,18 @@ def test_a_host_that_lost_its_folder_resumes_from_the_common_tier(
         for rank in HOSTS
     }
     assert resumed[0] == resumed[1] >= stored
+
+
+def test_beside_another_job_on_one_host_the_stock_class_writes_for_all(
+    zygote: Zygote, reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host b waits 20 s for that job, and host a must not wait for a save that never comes, or write beside it."""
+    fast = {rank: {"local_dir": str(tmp_path / f"fast-{rank}")} for rank in HOSTS}
+    job = Job(zygote, tmp_path / "store", steps=STEPS, rank_env=HOSTS, rank_arguments=fast)
+    monkeypatch.setenv("RESILIENCY_NODE", "host-b")
+    with Checkpointer(tmp_path / "fast-1") as other:
+        other.save(1, {"x": torch.zeros(1)}).wait()
+        assert job.run_to_end()["hash"] == reference
+    assert torch.load(tmp_path / "store" / "last.ckpt")["global_step"] == STEPS
+    assert {event["event_type"] for event in job.events("*.jsonl")} <= {"agent_started"}
+    assert not list(tmp_path.glob("fast-0/**/*.shard"))
