@@ -271,6 +271,8 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         unknown = unknown_store(str(dirpath))
         if unknown:
             return unknown
+        if str(dirpath) == "":
+            return "dirpath='' means the folder that is the working directory at each save"
         if str(dirpath).startswith("memory://") and self._engine_options.agent != "embedded":
             return f"{dirpath} is memory of this process, which the agent does not share"
         return ""

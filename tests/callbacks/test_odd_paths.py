@@ -141,3 +141,21 @@ def test_a_place_where_no_folder_can_be_ends_the_fit_as_with_the_stock_class(
             trainer.fit(make_net(namespace), loader())
         raised.append((type(error.value), error.value.errno, error.value.filename, trainer.global_step))
     assert raised[0] == raised[1]
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_an_empty_dirpath_means_the_working_directory_as_with_the_stock_class(
+    namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A configuration with an empty string in that place."""
+    left = []
+    for made in (stock(namespace), partial(ours, namespace)):
+        folder = tmp_path / f"{len(left)}"
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        callback = made(dirpath="", every_n_train_steps=3, filename="{step}", save_last=True)
+        make_trainer(namespace, [callback], root=tmp_path / "root").fit(make_net(namespace), loader())
+        left.append((sorted(os.listdir(folder)), callback.dirpath, callback.best_model_path, callback.last_model_path))
+    assert left[0] == left[1]
+    assert left[0][:2] == (["last.ckpt", "step=12.ckpt"], "")
+    assert "dirpath='' means the folder that is the working directory" in caplog.text
