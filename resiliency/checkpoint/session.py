@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -42,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 #: Times that a folder is made which another job removes meanwhile.
 _TRIES = 16
+#: What is raised then, and when another rank makes or moves it.
+_CHANGED_MEANWHILE = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Session:
 def _make_run_folder(directory: str, run: str, rank: int, meta: str) -> str:
     """Makes the folder of the run, and tries whether it can be written to.
 
-    Another job may end at this moment, and remove it with all that it has made.
+    Another job may end at this moment, and remove it with all that it has made; another rank may move it.
 
     Args:
         meta: the engine's own folder; "": the one in the directory.
@@ -92,8 +95,8 @@ def _make_run_folder(directory: str, run: str, rank: int, meta: str) -> str:
             folder = os.path.join(meta or make_meta_folder(directory, apart=False), run)
             os.makedirs(folder, exist_ok=True)
             _try_writing(os.path.join(folder, f".write-{rank:05d}"))
-        except (FileNotFoundError, FileExistsError):
-            if attempt == _TRIES - 1:
+        except OSError as error:
+            if error.errno not in _CHANGED_MEANWHILE or attempt == _TRIES - 1:
                 raise
         else:
             return folder

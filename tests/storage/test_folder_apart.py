@@ -219,6 +219,26 @@ def test_after_a_kill_a_job_that_wants_it_in_the_directory_moves_it_there(ckpts:
     assert [step.step for step in step_dirs(ckpts)] == [1, 2]
 
 
+def test_a_rank_that_moves_it_does_not_disturb_one_that_makes_the_steps_again(
+    ckpts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent was killed after it had removed the steps. Both ranks link them again; one is first, and goes on while
+    the other one looks whether the steps are there."""
+    shutil.rmtree(killed(ckpts, 1, 2) / RUN / "steps")
+    rename, theirs = os.rename, []
+
+    def late(source: Any, target: Any) -> None:
+        if str(target).endswith("/steps"):
+            monkeypatch.setattr(os, "rename", rename)
+            theirs.append(session._make_run_folder(str(ckpts), RUN, 1, ""))
+            raise OSError(errno.ENOTEMPTY, "the other rank's steps")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    assert [session._make_run_folder(str(ckpts), RUN, 0, "")] == theirs == [str(ckpts / META_DIR / RUN)]
+    assert [step.step for step in step_dirs(ckpts)] == [1, 2]
+
+
 def test_a_job_is_over_when_a_later_one_moves_its_folder(ckpts: Path) -> None:
     """As when the later one had found the folder where it was: nothing of the first one is committed any more."""
     first = make_checkpointer(only_files(ckpts))
