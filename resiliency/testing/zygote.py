@@ -98,7 +98,8 @@ class Zygote:
         self._started: list[WorkerProcess] = []
         self._starting = threading.Lock()
         self._changed = threading.Condition()
-        self._log = log
+        #: Path of what all workers print.
+        self.log = log
         self._ended = False
         self._reader = threading.Thread(target=self._read, name="zygote-reader", daemon=True)
         self._reader.start()
@@ -122,7 +123,7 @@ class Zygote:
             self._changed.wait_for(lambda: len(self._started) > before or self._ended, timeout_s)
             if len(self._started) == before:
                 what = "has ended" if self._ended else f"forked nothing within {timeout_s:.0f} s"
-                raise Timeout(f"the zygote {what}; a preload probably failed, see {self._log}")
+                raise Timeout(f"the zygote {what}; a preload probably failed, see {self.log}")
             return self._started[before]  # the worker may have ended already
 
     def stacks_of(self, workers: Sequence[WorkerProcess], *, timeout_s: float = 5) -> str:
@@ -131,14 +132,14 @@ class Zygote:
         Ends these processes (SIGABRT), one after another, because they write to one file. Blocks: up to ``timeout_s``
         for each. Returns "" when there is no log file.
         """
-        begin = os.path.getsize(self._log)
+        begin = os.path.getsize(self.log)
         groups = {worker.pid for worker in workers if worker.returncode is None}
         for process in psutil.process_iter():
             with suppress(ProcessLookupError, psutil.NoSuchProcess):
                 if os.getpgid(process.pid) in groups:
                     process.send_signal(signal.SIGABRT)
                     psutil.wait_procs([process], timeout=timeout_s)
-        return Path(self._log).read_bytes()[begin:].decode(errors="replace")
+        return Path(self.log).read_bytes()[begin:].decode(errors="replace")
 
     def _read(self) -> None:
         assert self._process.stdout is not None

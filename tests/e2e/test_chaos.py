@@ -29,6 +29,8 @@ from tests.e2e.chaos.world import World
 #: Actions that have an effect, of all models together.
 ACTIONS = int(os.environ.get("RESILIENCY_CHAOS_ACTIONS", "330"))
 SEED = int(os.environ.get("RESILIENCY_CHAOS_SEED", "1"))
+#: Of the ledger and of what processes have said, where something was wrong: the folder may be gone when it is looked at.
+LAST_LINES = 80
 #: Also jobs that go back to an older step by themselves.
 ROLL_BACK = bool(os.environ.get("RESILIENCY_CHAOS_ROLL_BACK"))
 
@@ -71,6 +73,10 @@ def test_whatever_happens_what_is_loaded_is_the_newest_committed_state(
         counts += world.judge.counts
     print(f"seed {SEED}: {done.total()} actions {dict(done)}; {dict(counts)}")
     problems = [f"{model}: {problem}" for model, world in worlds.items() for problem in world.problems]
+    if problems:
+        ledgers = [tmp_path / model / "ledger.jsonl" for model, world in worlds.items() if world.problems]
+        for path in [*ledgers, Path(zygote.log)]:
+            print(f"the end of {path}:", *path.read_text(errors="replace").splitlines()[-LAST_LINES:], sep="\n")
     assert not problems, f"seed {SEED}, in {tmp_path}:\n" + "\n".join(problems)
     assert done.total() >= ACTIONS
     # Otherwise the run has shown little.
