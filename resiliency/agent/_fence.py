@@ -6,8 +6,8 @@ agent changes in the local tier goes through a folder of its own (``staging`` of
 delete are first moved there. The check makes that folder and then reads the attempt number; the agent of a later
 attempt writes its number and then removes the folder. So a move whose check passed either happened before the later
 attempt looked, or fails, because a removed folder is never made again under the same name: another thread might be
-about to use it. Two kinds of change are not moves: bytes that an agent appends to shard 0 of its own step, and shard
-files of a step whose manifest has already been deleted.
+about to use it. Two kinds of change are not moves: bytes that an agent appends to shard 0 of a step that is not
+committed, during which it holds a lock on the file, and shard files of a step whose manifest has already been deleted.
 """
 
 from __future__ import annotations

@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import json
 import logging
 import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from resiliency import faultpoints
 from resiliency.agent._fence import Fence
@@ -27,6 +32,10 @@ __all__ = ["cut_back", "join_shards"]
 
 logger = logging.getLogger(__name__)
 
+#: Seconds to wait for another agent that changes the same file; it takes milliseconds, unless it was stopped.
+_LOCK_S = 1.0
+#: Errors of file systems without locks.
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 #: Most bytes of per-rank data; a step with more stays in several files, because joining writes that data twice.
 _MOST_BYTES = 64 << 20
 
@@ -55,32 +64,65 @@ def join_shards(tier: LocalTier, step: Manifest, fence: Fence) -> Manifest:
     path = os.path.join(folder, first.file)
     fd = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
-        begin = first.sections[-1]
-        tail = os.pread(fd, first.nbytes - begin, begin)
-        try:
-            joined = joined_tail(tail, step, [_read(folder, other) for other in others], where=path)
-            if joined is None:
-                return step
+        with _locked(fd, path):
             fence.check()
             if os.path.lexists(os.path.join(folder, MANIFEST)):
                 return step  # another agent has committed the step meanwhile, so the file must not change
-            _append(fd, joined[len(tail) :], first.nbytes)
-        except (CorruptShard, OSError) as error:
-            logger.info("%s stays a step of several files: %s", folder, error)
-            _cut(fd, path, first.nbytes)
-            return step
-        known = first.digests[: first.blocks.index_at(begin)]
-        record = dataclasses.replace(first, nbytes=begin + len(joined), digests=(*known, *tail_digests(joined, first)))
-        try:
-            faultpoints.hit("agent.join.record")
-            fence.check()
-            key = step_prefix(step.run, step.id) + record_file(0)
-            tier.put_bytes(key, json.dumps(record.to_dict()).encode())
-        except BaseException:
-            _cut(fd, path, first.nbytes)
-            raise
+            return _join(fd, path, step, tier, fence)
     finally:
         os.close(fd)
+
+
+@contextmanager
+def _locked(fd: int, path: str) -> Iterator[None]:
+    """Keeps other agents from changing a file of which the descriptor is open: one of an earlier attempt that was
+    stopped on the way would go on after a later one has finished the step, and take back what that one has committed.
+    The kernel takes the lock from a process that dies. No effect where the file system has no locks.
+
+    Raises:
+        OSError: another agent is changing the file, or was stopped while it did.
+    """
+    deadline, pause = time.monotonic() + _LOCK_S, threading.Event()
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                break
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            if time.monotonic() > deadline:
+                why = "another agent is changing the file, or was stopped on the way"
+                raise OSError(errno.EBUSY, why, path) from None
+        pause.wait(0.01)  # flock cannot wait with a deadline
+    yield  # closing the descriptor gives the lock back
+
+
+def _join(fd: int, path: str, step: Manifest, tier: LocalTier, fence: Fence) -> Manifest:
+    first, *others = step.shards
+    folder = os.path.dirname(path)
+    begin = first.sections[-1]
+    tail = os.pread(fd, first.nbytes - begin, begin)
+    try:
+        joined = joined_tail(tail, step, [_read(folder, other) for other in others], where=path)
+        if joined is None:
+            return step
+        _append(fd, joined[len(tail) :], first.nbytes)
+    except (CorruptShard, OSError) as error:
+        logger.info("%s stays a step of several files: %s", folder, error)
+        _cut(fd, path, first.nbytes)
+        return step
+    known = first.digests[: first.blocks.index_at(begin)]
+    record = dataclasses.replace(first, nbytes=begin + len(joined), digests=(*known, *tail_digests(joined, first)))
+    try:
+        faultpoints.hit("agent.join.record")
+        fence.check()
+        key = step_prefix(step.run, step.id) + record_file(0)
+        tier.put_bytes(key, json.dumps(record.to_dict()).encode())
+    except BaseException:
+        _cut(fd, path, first.nbytes)
+        raise
     return dataclasses.replace(step, shards=(record, *others))
 
 
@@ -121,7 +163,8 @@ def cut_back(tier: LocalTier, listing: StepListing) -> None:
     try:
         fd = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
         try:
-            _cut(fd, path, record.nbytes)
+            with _locked(fd, path):
+                _cut(fd, path, record.nbytes)
         finally:
             os.close(fd)
     except OSError as error:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from resiliency import faultpoints
+from resiliency.agent import join
 from resiliency.agent._fence import Fence
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.core import HostAgent
@@ -129,6 +130,31 @@ def test_what_an_agent_may_be_adding_to_is_left_alone(tmp_path: Path) -> None:
         start(dataclasses.replace(config, local_ranks=(0,)), only_agent=lambda: False, may_finish=lambda: False),
     )
     assert shard.read_bytes() == before and not scan(LocalTier(tmp_path), RUN)[0].committed
+
+
+@pytest.mark.parametrize("moment", ["before it adds", "after it has added"])
+def test_an_agent_that_was_stopped_on_the_way_takes_nothing_back_from_a_later_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """It finds that it is over when it goes on, and the file may not become shorter any more by then."""
+    config = half_committed(tmp_path)
+    append, later = join._append, []
+
+    def stopped(*args: Any) -> None:
+        monkeypatch.setattr(join, "_append", append)
+        if moment == "after it has added":
+            append(*args)
+        later.append(start(dataclasses.replace(config, attempt=config.attempt + 1, token="0a0a0a")))
+        settle(later[0])
+        if moment == "before it adds":
+            append(*args)
+
+    monkeypatch.setattr(join, "_append", stopped)
+    settle(start(config))
+    assert later
+    (listing,) = scan(LocalTier(tmp_path), RUN)
+    assert not (listing.committed and listing.missing_files()), "what the later attempt has committed was cut"
+    assert [restored.per_rank["rng"][0] for restored in loaded(tmp_path)] == [0, 1]
 
 
 @pytest.mark.parametrize("point", ["agent.join.write", "agent.join.record"])
