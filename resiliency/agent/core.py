@@ -215,7 +215,7 @@ class HostAgent:
         # written.
         if may_finish and (0 in self.config.local_ranks or not self._only_agent()):
             for listing in listings:
-                cut_back(self._tier, listing)
+                cut_back(self._tier, listing, self._fence)
         fresh = self._steps.add_listed(listings)
         if finish and may_finish:
             self._finish_newest()

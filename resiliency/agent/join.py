@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 from resiliency import faultpoints
 from resiliency.agent._fence import Fence
-from resiliency.errors import CorruptShard
+from resiliency.errors import AgentError, CorruptShard
 from resiliency.regular_file import open_regular, opened
 from resiliency.storage.catalog import StepListing, step_prefix
 from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, record_file
@@ -60,43 +60,55 @@ def join_shards(tier: LocalTier, step: Manifest, fence: Fence) -> Manifest:
         return step
     if first.nbytes - first.sections[-1] + sum(other.nbytes for other in others) > _MOST_BYTES:
         return step
-    folder = tier.location(step_prefix(step.run, step.id).rstrip("/"))
-    path = os.path.join(folder, first.file)
+    with _uncommitted(tier, first, fence) as opened_file:
+        return step if opened_file is None else _join(*opened_file, step, tier, fence)
+
+
+@contextmanager
+def _uncommitted(tier: LocalTier, record: ShardRecord, fence: Fence) -> Iterator[tuple[int, str] | None]:
+    """Opens shard 0 of a step to change it: (descriptor, path), or None when another agent has committed the step, so
+    that it must not change any more.
+
+    Meanwhile no other agent changes it: one of an earlier attempt that was stopped on the way would go on after a later
+    one has finished the step, and take back what that one has committed. The kernel takes the lock from a process that
+    dies. No lock where the file system has none.
+
+    Raises:
+        OSError: it cannot be opened; another agent is changing it, or was stopped while it did.
+        AgentError: a later attempt has started.
+    """
+    folder = tier.location(step_prefix(record.run, record.id).rstrip("/"))
+    path = os.path.join(folder, record.file)
     fd = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
-        with _locked(fd, path):
+        locks = _lock(fd, path)
+        try:
             fence.check()
-            if os.path.lexists(os.path.join(folder, MANIFEST)):
-                return step  # another agent has committed the step meanwhile, so the file must not change
-            return _join(fd, path, step, tier, fence)
+            yield None if os.path.lexists(os.path.join(folder, MANIFEST)) else (fd, path)
+        finally:
+            if locks:  # closing is not enough: a child that this process has forked meanwhile has the file open too
+                fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
         os.close(fd)
 
 
-@contextmanager
-def _locked(fd: int, path: str) -> Iterator[None]:
-    """Keeps other agents from changing a file of which the descriptor is open: one of an earlier attempt that was
-    stopped on the way would go on after a later one has finished the step, and take back what that one has committed.
-    The kernel takes the lock from a process that dies. No effect where the file system has no locks.
-
-    Raises:
-        OSError: another agent is changing the file, or was stopped while it did.
-    """
+def _lock(fd: int, path: str) -> bool:
+    """Locks a file; False where the file system has no locks. Raises OSError when another process keeps it locked."""
     deadline, pause = time.monotonic() + _LOCK_S, threading.Event()
     while True:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
         except OSError as error:
             if error.errno in _NO_LOCKS:
-                break
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                return False
+            if error.errno != errno.EWOULDBLOCK:
                 raise
             if time.monotonic() > deadline:
                 why = "another agent is changing the file, or was stopped on the way"
                 raise OSError(errno.EBUSY, why, path) from None
+        else:
+            return True
         pause.wait(0.01)  # flock cannot wait with a deadline
-    yield  # closing the descriptor gives the lock back
 
 
 def _join(fd: int, path: str, step: Manifest, tier: LocalTier, fence: Fence) -> Manifest:
@@ -152,22 +164,20 @@ def _cut(fd: int, path: str, nbytes: int) -> None:
         raise OSError(errno.EIO, "the shard file was cut by somebody", path)
 
 
-def cut_back(tier: LocalTier, listing: StepListing) -> None:
+def cut_back(tier: LocalTier, listing: StepListing, fence: Fence) -> None:
     """Cuts off what a killed agent had begun to append to shard 0 of a step that it has not committed."""
     record = listing.records.get(0)
     if listing.committed or record is None or not record.replicated or not record.sections:
         return
     if listing.sizes.get(record.file, 0) <= record.nbytes:
         return
-    path = tier.location(step_prefix(record.run, listing.id) + record.file)
+    where = tier.location(listing.key(record))
     try:
-        fd = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
-        try:
-            with _locked(fd, path):
-                _cut(fd, path, record.nbytes)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        logger.info("%s: what a killed agent had begun to add cannot be cut off: %s", path, error)
+        with _uncommitted(tier, record, fence) as opened_file:
+            if opened_file is None:
+                return
+            _cut(*opened_file, record.nbytes)
+    except (OSError, AgentError) as error:
+        logger.info("%s: what a killed agent had begun to add cannot be cut off: %s", where, error)
         return  # the step counts as damaged; older steps are whole
-    logger.info("%s: what a killed agent had begun to add is cut off", path)
+    logger.info("%s: what a killed agent had begun to add is cut off", where)

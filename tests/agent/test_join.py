@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -155,6 +156,59 @@ def test_an_agent_that_was_stopped_on_the_way_takes_nothing_back_from_a_later_at
     (listing,) = scan(LocalTier(tmp_path), RUN)
     assert not (listing.committed and listing.missing_files()), "what the later attempt has committed was cut"
     assert [restored.per_rank["rng"][0] for restored in loaded(tmp_path)] == [0, 1]
+
+
+def test_an_agent_that_was_stopped_after_its_listing_cuts_nothing_that_a_later_attempt_has_finished(
+    tmp_path: Path,
+) -> None:
+    config = half_committed(tmp_path)
+    with open(step_dir(tmp_path, RUN, 1) / "shard-00000.shard", "ab") as file:
+        file.write(b"PK\x03\x04 half an entry")
+    (listing,) = scan(LocalTier(tmp_path), RUN)
+    settle(start(dataclasses.replace(config, attempt=config.attempt + 1, token="0a0a0a")))
+    join.cut_back(LocalTier(tmp_path), listing, Fence(config))
+    (listing,) = scan(LocalTier(tmp_path), RUN)
+    assert listing.committed and not listing.missing_files()
+    assert [restored.per_rank["rng"][0] for restored in loaded(tmp_path)] == [0, 1]
+
+
+def test_an_agent_cuts_nothing_that_a_later_attempt_may_be_about_to_commit(tmp_path: Path) -> None:
+    config = half_committed(tmp_path)
+    shard = step_dir(tmp_path, RUN, 1) / "shard-00000.shard"
+    with shard.open("ab") as file:
+        file.write(b"PK\x03\x04 half an entry")
+    before = shard.read_bytes()
+    (listing,) = scan(LocalTier(tmp_path), RUN)
+    (tmp_path / META_DIR / RUN / "attempt").write_text(str(config.attempt + 1))
+    join.cut_back(LocalTier(tmp_path), listing, Fence(config))
+    assert shard.read_bytes() == before
+
+
+def test_an_agent_cuts_nothing_of_a_step_that_another_one_of_its_attempt_has_committed(tmp_path: Path) -> None:
+    config = half_committed(tmp_path)
+    with open(step_dir(tmp_path, RUN, 1) / "shard-00000.shard", "ab") as file:
+        file.write(b"PK\x03\x04 half an entry")
+    (listing,) = scan(LocalTier(tmp_path), RUN)
+    settle(start(config))
+    join.cut_back(LocalTier(tmp_path), listing, Fence(config))
+    assert not scan(LocalTier(tmp_path), RUN)[0].missing_files()
+
+
+def test_a_forked_child_does_not_keep_the_file_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent in a rank's process, and a loader worker that is forked while the file grows."""
+    config = half_committed(tmp_path)
+    append, children = join._append, []
+
+    def forks(fd: int, *args: Any) -> None:
+        children.append(os.dup(fd))  # what a child has: another descriptor of the same open file
+        append(fd, *args)
+
+    monkeypatch.setattr(join, "_append", forks)
+    settle(start(config))
+    with open(step_dir(tmp_path, RUN, 1) / "shard-00000.shard", "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    (child,) = children
+    os.close(child)
 
 
 @pytest.mark.parametrize("point", ["agent.join.write", "agent.join.record"])
