@@ -42,6 +42,7 @@ KNOWN: tuple[str, ...] = (
     "agent.upload.shard",
     "agent.upload.record",
     "agent.upload.manifest",
+    "agent.upload.name",
     "agent.upload.done",
     "agent.drop.begin",
     "agent.drop.renamed",

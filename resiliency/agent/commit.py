@@ -35,6 +35,7 @@ __all__ = [
     "read_records_of_others",
     "records_of",
     "write_commit",
+    "write_names",
     "write_record",
 ]
 
@@ -196,8 +197,21 @@ def write_commit(tier: Tier, step: Manifest | UnfinishedStep, fence: Fence, rank
     check_in_place(tier, step, ranks)
     if isinstance(step, Manifest):
         tier.put_bytes(step_prefix(step.run, step.id) + MANIFEST, step.to_json().encode())
+    return write_names(tier, step, step.names, fence)
+
+
+def write_names(tier: Tier, step: Manifest | UnfinishedStep, names: Iterable[str], fence: Fence) -> dict[str, str]:
+    """Gives a committed step names. Safe to repeat.
+
+    Returns:
+        Name -> reason, for each name that the step does not get.
+
+    Raises:
+        TierError: the tier refused.
+        AgentError: a later attempt has started.
+    """
     faultpoints.hit("agent.name.write")
-    refused = give_names(tier, step, step.names, before_each=fence.check)
+    refused = give_names(tier, step, names, before_each=fence.check)
     if refused:
         fence.check()  # raises when a later attempt is the reason
     return refused

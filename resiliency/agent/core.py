@@ -14,7 +14,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from resiliency import faultpoints
@@ -31,6 +31,7 @@ from resiliency.agent.commit import (
     read_records_of_others,
     records_of,
     write_commit,
+    write_names,
     write_record,
 )
 from resiliency.agent.config import AgentConfig, TierSpec
@@ -56,6 +57,7 @@ from resiliency.storage.manifest import (
     shard_file,
 )
 from resiliency.storage.meta_folder import move_into_directory
+from resiliency.storage.names import missing_names
 from resiliency.storage.retention import DeleteRequest, Hold
 from resiliency.storage.single_files import drop_folders, restore_folders
 from resiliency.storage.stage import Stage
@@ -117,6 +119,7 @@ class HostAgent:
         self._finished: set[int] = set()
         self._left: set[int] = set()
         self._failures: dict[StepId, str] = {}  # step -> why a rank could not save it; the newest ones
+        self._unnamed: dict[StepId, str] = {}  # step that an earlier agent has committed -> why it has not its names
         self._given_up: dict[
             StepId, set[int]
         ] = {}  # of these, those to be deleted -> ranks that no longer write to the step
@@ -194,6 +197,10 @@ class HostAgent:
             self._files.announce(rank)
             ours = self._steps.select(lambda step: self._is_of_this_attempt(step.id) and step.committed is not None)
             for step in ours:
+                if step.id in self._unnamed:
+                    reason = self._unnamed[step.id]
+                    self._report.notify_failed(step.id, self.config.local.name, reason, ranks=(rank,))
+                    continue
                 self._report.notify_reached(step.id, Stage.COMMITTED, self.config.local.name, ranks=(rank,))
                 if step.durable and self.config.durable:
                     self._report.notify_reached(step.id, Stage.DURABLE, self.config.local.name, ranks=(rank,))
@@ -217,14 +224,14 @@ class HostAgent:
             for listing in listings:
                 cut_back(self._tier, listing, self._fence)
         fresh = self._steps.add_listed(listings)
-        if finish and may_finish:
-            self._finish_newest()
+        if finish:
+            self._finish_newest(may_commit=may_finish)
         for step in fresh:
             # The agent that committed the step may have been killed before fsync, and deleting older steps waits for
             # one.
             self._syncs.submit(partial(self._sync, step))
 
-    def _finish_newest(self) -> None:
+    def _finish_newest(self, *, may_commit: bool) -> None:
         """Writes the newest step's manifest and names, if an agent was killed after the last record and before
         these."""
         committed = self._steps.select(lambda step: step.committed is not None)
@@ -236,19 +243,25 @@ class HostAgent:
         ours = self._serves_all or (self.config.shared and self._is_of_this_attempt(step.id))
         if not ours or not isinstance(found, Manifest):
             return
-        # Names of an earlier attempt's step are not restored: somebody may have deleted them.
-        needed = found.names if self._is_of_this_attempt(step.id) else ()
         try:
-            paths = [self._path(step.id, MANIFEST), *(self._tier.path(name) for name in needed)]
-            if all(map(os.path.lexists, paths)):
+            if os.path.lexists(self._path(step.id, MANIFEST)):
+                # Names of an earlier attempt's step are not restored: somebody may have deleted them.
+                missing = missing_names(self._tier, found) if self._is_of_this_attempt(step.id) else []
+                refused = write_names(self._tier, found, missing, self._fence) if missing else {}
+            elif may_commit:
+                found, refused = self._write_commit(found)
+                self._steps.commit(step, found)
+            else:
                 return
-            found, refused = self._write_commit(found)
         except (OSError, TierError, AgentError) as error:
             logger.info("step %d could not be given its manifest and names: %s", step.id.step, error)
+            self._unnamed[step.id] = f"its names cannot be given in {self.config.local.address}: {error}"
             return
-        self._steps.commit(step, found)
+        self._report_refused(step.id, refused)
+
+    def _report_refused(self, step: StepId, refused: Mapping[str, str]) -> None:
         for name, reason in refused.items():
-            self._report.report_refused(step.id, self.config.local.name, name, reason)
+            self._report.report_refused(step, self.config.local.name, name, reason)
 
     def _write_commit(self, found: Manifest | UnfinishedStep) -> tuple[Manifest | UnfinishedStep, dict[str, str]]:
         """Commits a step whose records are all there. Returns the committed step, and name -> reason for names refused.
@@ -580,8 +593,7 @@ class HostAgent:
             nbytes=found.nbytes,
             names=found.names,
         )
-        for name, reason in refused.items():
-            self._report.report_refused(step_id, self.config.local.name, name, reason)
+        self._report_refused(step_id, refused)
         faultpoints.hit("agent.committed")
         self._after_commit(step)
 
@@ -673,7 +685,7 @@ class HostAgent:
         self._prune()
         waiting = self._steps.select(lambda step: step.committed is not None and not step.durable)
         self._files.refill(more_to_come=bool(waiting), unless_taken=True)
-        if self.config.durable:
+        if self.config.durable and step_id not in self._unnamed:
             self._report.notify_reached(step_id, Stage.DURABLE, self.config.local.name)
 
     def _uploaded(self, spec: TierSpec, step_id: StepId, outcome: UploadOutcome, reason: str) -> None:
@@ -708,11 +720,21 @@ class HostAgent:
     def _find_commits_of_others(self) -> None:
         """Notices the steps that another agent, of another host or of another rank, has committed in the same
         folder."""
+        found: list[tuple[LocalStep, Manifest]] = []
         for step in self._steps.select(lambda step: step.committed is None and bool(step.records)):
             where = step_prefix(self.config.run, step.id) + MANIFEST
             try:
-                manifest = Manifest.from_json(self._tier.read(where), where=where)
+                found.append((step, Manifest.from_json(self._tier.read(where), where=where)))
             except (FileNotFoundError, TierError, CorruptShard):
+                continue
+        committed = self._steps.select(lambda step: step.committed is not None)
+        newest = max(step.id for step in [*committed, *(step for step, _ in found)]) if found else None
+        for step, manifest in found:
+            try:
+                # That agent may be gone. The ranks ask again, and then this one commits the step.
+                if step.id == newest and missing_names(self._tier, manifest):
+                    continue
+            except TierError:
                 continue
             self._steps.commit(step, manifest)
             self._after_commit(step)

@@ -7,7 +7,7 @@ uploaded. No retries here: :mod:`resiliency.agent.uploader` decides what to send
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from resiliency import faultpoints
 from resiliency.agent._fence import Fence
@@ -15,11 +15,11 @@ from resiliency.errors import CorruptShard
 from resiliency.storage.blocks import new_digest
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, gather_records, record_file
-from resiliency.storage.names import give_names
+from resiliency.storage.names import give_names, missing_names
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
-__all__ = ["has_step", "send_step"]
+__all__ = ["finish_step", "read_sent", "send_step"]
 
 
 def send_step(
@@ -74,10 +74,33 @@ def send_step(
     faultpoints.hit("agent.upload.manifest")
     fence.check()
     tier.put_bytes(prefix + MANIFEST, manifest.to_json().encode())
-    for name, reason in give_names(tier, manifest, manifest.names, before_each=fence.check).items():
+    _send_names(tier, manifest, manifest.names, fence, refused)
+    return True
+
+
+def finish_step(tier: Tier, manifest: Manifest, *, fence: Fence, refused: Callable[[str, str], None]) -> None:
+    """Gives a step that is committed on the tier the names that it does not have yet: an agent may have been killed
+    between the manifest and these. Blocks: a small read for each name, and for each that is missing a copy.
+
+    Args:
+        fence, refused: see :func:`send_step`.
+
+    Raises:
+        TierError: the tier failed.
+        AgentError: a later attempt has started.
+    """
+    missing = missing_names(tier, manifest)
+    if missing:
+        _send_names(tier, manifest, missing, fence, refused)
+
+
+def _send_names(
+    tier: Tier, manifest: Manifest, names: Iterable[str], fence: Fence, refused: Callable[[str, str], None]
+) -> None:
+    faultpoints.hit("agent.upload.name")
+    for name, reason in give_names(tier, manifest, names, before_each=fence.check).items():
         refused(name, reason)
     faultpoints.hit("agent.upload.done")
-    return True
 
 
 def _gather_records(
@@ -95,17 +118,16 @@ def _gather_records(
     return list(known.values())
 
 
-def has_step(tier: Tier, run: str, step: StepId) -> bool:
-    """True when the step is committed on the tier. Blocks: one read.
+def read_sent(tier: Tier, run: str, step: StepId) -> Manifest | None:
+    """The manifest of a step that is committed on the tier, otherwise None. Blocks: one read.
 
     Raises:
         TierError: the tier failed.
     """
     try:
-        Manifest.from_json(tier.read(step_prefix(run, step) + MANIFEST), where=tier.root)
+        return Manifest.from_json(tier.read(step_prefix(run, step) + MANIFEST), where=tier.root)
     except (FileNotFoundError, CorruptShard):
-        return False
-    return True
+        return None
 
 
 class _BlockChecker:

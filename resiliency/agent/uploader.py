@@ -22,9 +22,9 @@ from resiliency.agent._reporter import Reporter
 from resiliency.agent._worker import Worker
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.remote_pruner import RemotePruner
-from resiliency.agent.step_sender import has_step, send_step
+from resiliency.agent.step_sender import finish_step, read_sent, send_step
 from resiliency.errors import AgentError, ConfigError, CorruptShard, TierError
-from resiliency.storage.manifest import ShardRecord
+from resiliency.storage.manifest import Manifest, ShardRecord
 from resiliency.storage.retention import DeleteRequest, Hold
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
@@ -168,7 +168,7 @@ class Uploader:
     def holds(self, step: StepId) -> bool:
         """True when the step is committed on the tier. Blocks: one read, with the tier's own retries."""
         try:
-            return has_step(self._open(), self._config.run, step)
+            return read_sent(self._open(), self._config.run, step) is not None
         except (TierError, OSError) as error:
             logger.warning(
                 "cannot read whether %s has step %d (%s); the local copy stays", self.spec.address, step.step, error
@@ -205,8 +205,9 @@ class Uploader:
     def _send(self, upload: _Upload) -> None:
         began = time.monotonic()
         tier = self._open()
-        if upload.only_if_missing and has_step(tier, self._config.run, upload.step):
-            self._report(self.spec, upload.step, UploadOutcome.PARTIAL, "")
+        sent = read_sent(tier, self._config.run, upload.step) if upload.only_if_missing else None
+        if sent is not None:
+            self._finish(tier, sent)
             return
         with self._reporter.traces.span(f"upload {self.spec.name}", upload.step):
             committed = send_step(
@@ -217,7 +218,7 @@ class Uploader:
                 world_size=self._config.world_size,
                 path=partial(self._path, upload.step),
                 fence=self._fence,
-                refused=partial(self._reporter.report_refused, upload.step, self.spec.name),
+                refused=self._refused(upload.step),
             )
         self._report_up()
         self._report_sent(upload.step, upload.records, committed, time.monotonic() - began)
@@ -225,6 +226,22 @@ class Uploader:
             with self._lock:
                 self._sent = upload.step
         self._prune(upload.step)
+
+    def _finish(self, tier: Tier, sent: Manifest) -> None:
+        """Handles a step that is on the tier already. An agent of this attempt may have been killed before it had given
+        the names and notified the ranks."""
+        if not sent.id.of_attempt(self._config.attempt, self._config.token):
+            self._report(self.spec, sent.id, UploadOutcome.PARTIAL, "")
+            return
+        finish_step(tier, sent, fence=self._fence, refused=self._refused(sent.id))
+        self._report_up()
+        self._report(self.spec, sent.id, UploadOutcome.DURABLE, "")
+        with self._lock:
+            self._sent = sent.id
+        self._prune(sent.id)
+
+    def _refused(self, step: StepId) -> Callable[[str, str], None]:
+        return partial(self._reporter.report_refused, step, self.spec.name)
 
     def _prune(self, sent: StepId) -> None:
         with self._reporter.traces.span("prune", tier=self.spec.name):

@@ -22,7 +22,7 @@ from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers._keys import partial_name
 from resiliency.storage.tiers.base import Tier
 
-__all__ = ["delete_names", "give_name", "give_names", "link_symbolically", "read_name"]
+__all__ = ["delete_names", "give_name", "give_names", "link_symbolically", "missing_names", "read_name"]
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +102,31 @@ def give_names(
     if failure is not None:
         raise failure
     return refused
+
+
+def missing_names(tier: Tier, step: StepRecords) -> list[str]:
+    """Those names of a step that do not point to it, or not with all its shards; another step may have them.
+
+    Blocks: one small read for each name, two when the step is sharded.
+
+    Raises:
+        TierError: the tier cannot be read.
+    """
+    return [name for name in step.names if not _has_name(tier, step, name)]
+
+
+def _has_name(tier: Tier, step: StepRecords, name: str) -> bool:
+    files = [name] if step.replicated else [f"{name}/{shard.file}" for shard in step.shards[:1]]
+    if not step.replicated and len(step.shards) == step.world_size:
+        # The last file that the folder gets. It is not of an earlier step: that one went before the first shard came.
+        files.append(f"{name}/{MANIFEST}")
+    try:
+        for file in files[1:]:
+            tier.read_range(file, 0, 1)
+        found = read_identity(tier.read_range(files[0], 0, IDENTITY_BYTES), where=tier.location(name))
+    except (FileNotFoundError, UnsupportedFormat):
+        return False
+    return found is not None and (found.run, found.id) == (step.run, step.id)
 
 
 def _give(tier: Tier, step: StepRecords, name: str) -> str:

@@ -1,0 +1,198 @@
+"""An agent is gone between the manifest of a step and its names, or between two names: the next one reports the step
+committed when it has its names, also those that an older step has until then, as ``last.ckpt``."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resiliency import faultpoints
+from resiliency.agent.config import AgentConfig, TierSpec
+from resiliency.agent.core import HostAgent
+from resiliency.agent.messages import Committed, Complete, Failed, Notice
+from resiliency.checkpoint.checkpointer import CheckpointerOptions
+from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
+from resiliency.events import EventWriter
+from resiliency.inspection.by_path import locate
+from resiliency.storage.stage import Stage
+from resiliency.testing.checkpoints import make_checkpointer, make_state
+from tests.agent.sealing import config_for, manifest_of, seal_of, sealed, shard_path, step_of, write_shard
+
+SOON = timedelta(seconds=20)
+
+
+def step_at(path: Path) -> int | None:
+    """The step that is loaded by this name."""
+    found = locate(str(path))
+    return None if found is None else found.id.step
+
+
+# ---- real processes
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize(
+    ("point", "tier"), [("agent.name.write", "local"), ("agent.upload.name", "store"), ("agent.upload.done", "store")]
+)
+def test_an_agent_is_killed_before_a_name_moves_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, tier: str
+) -> None:
+    faultpoints.arm("")  # this process has none, whatever its variables say
+    monkeypatch.setenv("RESILIENCY_FAULTS", f"{point}:kill@2")
+    with make_checkpointer(
+        LocalTierOptions(directory=str(tmp_path / "local")),
+        remotes=[RemoteTierOptions(address=str(tmp_path / "store"), name="store")],
+        options=CheckpointerOptions(agent="process", drain_timeout=timedelta(seconds=10)),
+    ) as checkpointer:
+        for step in (1, 2):
+            ticket = checkpointer.save(step, make_state(step), names=["last.ckpt"])
+            assert ticket is not None
+            ticket.wait(Stage.COMMITTED if tier == "local" else Stage.DURABLE, tier=tier, timeout=SOON)
+            assert step_at(tmp_path / tier / "last.ckpt") == step
+
+
+# ---- one agent after another
+
+
+Start = Callable[[AgentConfig], tuple[HostAgent, list[Notice]]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    running: list[HostAgent] = []
+
+    def start(config: AgentConfig) -> tuple[HostAgent, list[Notice]]:
+        heard: list[Notice] = []
+        events = EventWriter(run=config.run, attempt=1, rank=-1, host=config.node, sinks=())
+        agent = HostAgent(config, lambda _, message: heard.append(message), events)
+        running.append(agent)
+        agent.start()
+        return agent, heard
+
+    yield start
+    for agent in running:
+        agent.close()
+
+
+def settle(agent: HostAgent) -> None:
+    assert agent.wait(Stage.DURABLE, timeout_s=20)
+
+
+def commit(agent: HostAgent, step: int, **values: Any) -> None:
+    for rank in agent.config.local_ranks:
+        agent.handle(rank, sealed(agent.config, step, rank, **values))
+        settle(agent)
+    assert manifest_of(agent.config, step) is not None
+
+
+def files_of(name: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in [name, *name.rglob("*")] if path.is_file()}
+
+
+def put_back(files: dict[Path, bytes]) -> None:
+    """As it was before the names moved on. A file of its own each, so that no shard is written over."""
+    for path, data in files.items():
+        path.unlink(missing_ok=True)
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["a file", "a folder"])
+@pytest.mark.parametrize("names", [("last.ckpt",), ("2.ckpt", "last.ckpt"), ("last.ckpt", "2.ckpt")])
+def test_the_next_agent_moves_a_name_on_that_the_step_before_has(
+    tmp_path: Path, start: Start, names: tuple[str, ...], ranks: int
+) -> None:
+    config = config_for(tmp_path / "local", world_size=ranks, local_ranks=tuple(range(ranks)))
+    first, _ = start(config)
+    last = tmp_path / "local" / "last.ckpt"
+    commit(first, 1, names=("last.ckpt",))
+    before = files_of(last)
+    commit(first, 2, names=names)
+    put_back(before)
+    assert step_at(last) == 1
+    agent, heard = start(config)
+    agent.announce(0)
+    settle(agent)
+    assert Committed in [type(message) for message in heard]
+    assert step_at(last) == 2
+    assert all(step_at(tmp_path / "local" / name) == 2 for name in names)
+
+
+def test_a_folder_that_has_the_shards_and_not_the_manifest_is_finished(tmp_path: Path, start: Start) -> None:
+    config = config_for(tmp_path / "local", world_size=2, local_ranks=(0, 1))
+    first, _ = start(config)
+    commit(first, 1, names=("last.ckpt",))
+    (tmp_path / "local" / "last.ckpt" / "manifest.json").unlink()
+    settle(start(config)[0])
+    assert step_at(tmp_path / "local" / "last.ckpt") == 1
+    assert (tmp_path / "local" / "last.ckpt" / "manifest.json").exists()
+
+
+def test_an_agent_that_can_give_no_names_any_more_does_not_report_the_step_committed(
+    tmp_path: Path, start: Start
+) -> None:
+    """A later attempt has started since the agent before was killed."""
+    config = config_for(tmp_path / "local")
+    first, _ = start(config)
+    last = tmp_path / "local" / "last.ckpt"
+    commit(first, 1, names=("last.ckpt",))
+    before = files_of(last)
+    commit(first, 2, names=("last.ckpt",))
+    put_back(before)
+    start(dataclasses.replace(config, attempt=2, token="1a1b1c"))
+    agent, heard = start(config)
+    agent.announce(0)
+    settle(agent)
+    said = [message for message in heard if getattr(message, "id", None) == step_of(config, 2)]
+    assert [type(message) for message in said] == [Failed] and "attempt 2 of this job has started" in said[0].reason
+    assert step_at(last) == 1
+
+
+@pytest.mark.parametrize("names", [("last.ckpt",), ("2.ckpt", "last.ckpt")])
+@pytest.mark.parametrize("replicated", [True, False])
+def test_another_hosts_agent_reports_a_step_with_its_names(
+    tmp_path: Path, start: Start, names: tuple[str, ...], replicated: bool
+) -> None:
+    """In a shared folder the agent that wrote the manifest is gone before the names."""
+    host_a = config_for(tmp_path / "local", node="a", world_size=2, local_ranks=(0,))
+    host_b = dataclasses.replace(host_a, node="b", local_ranks=(1,))
+    last = tmp_path / "local" / "last.ckpt"
+    (a, _), (b, heard) = start(host_a), start(host_b)
+    before: dict[Path, bytes] = {}
+    for step, given in ((1, ("last.ckpt",)), (2, names)):
+        before = files_of(last)
+        for agent in (b, a):
+            (rank,) = agent.config.local_ranks
+            file = write_shard(agent.config, step, rank, replicated=replicated)
+            agent.handle(rank, seal_of(agent.config, step, file, replicated=replicated, names=given))
+            settle(agent)
+    assert manifest_of(host_a, 2) is not None and step_at(last) == 2
+    put_back(before)
+    assert step_at(last) == 1
+    b.handle(1, Complete(id=step_of(host_b, 2)))
+    settle(b)
+    assert heard.count(Committed(id=step_of(host_b, 2), tier="local")) == 1
+    assert all(step_at(tmp_path / "local" / name) == 2 for name in names)
+
+
+def test_a_name_that_is_in_its_place_is_not_given_again(tmp_path: Path, start: Start) -> None:
+    """A server-side copy of a large file, on a store."""
+    config = config_for(
+        tmp_path / "local", remotes=(TierSpec(address=str(tmp_path / "store"), name="store", keep=3),)
+    )
+    first, _ = start(config)
+    commit(first, 1, names=("last.ckpt",), tiers=("store",))
+    assert step_at(tmp_path / "store" / "last.ckpt") == 1
+    for place in ("local", "store"):
+        os.link(shard_path(config, 1), tmp_path / place / "other link")  # keeps the inode from being used again
+    before = [os.stat(tmp_path / place / "last.ckpt") for place in ("local", "store")]
+    settle(start(config)[0])
+    after = [os.stat(tmp_path / place / "last.ckpt") for place in ("local", "store")]
+    assert [(found.st_ino, found.st_ctime_ns) for found in after] == [
+        (found.st_ino, found.st_ctime_ns) for found in before
+    ]
