@@ -182,9 +182,7 @@ def test_another_hosts_agent_reports_a_step_with_its_names(
 
 def test_a_name_that_is_in_its_place_is_not_given_again(tmp_path: Path, start: Start) -> None:
     """A server-side copy of a large file, on a store."""
-    config = config_for(
-        tmp_path / "local", remotes=(TierSpec(address=str(tmp_path / "store"), name="store", keep=3),)
-    )
+    config = config_for(tmp_path / "local", remotes=(TierSpec(address=str(tmp_path / "store"), name="store", keep=3),))
     first, _ = start(config)
     commit(first, 1, names=("last.ckpt",), tiers=("store",))
     assert step_at(tmp_path / "store" / "last.ckpt") == 1

@@ -13,6 +13,7 @@ What happened is in the folder that a failure names: ``ledger.jsonl`` has a line
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import traceback
@@ -30,7 +31,9 @@ from tests.e2e.chaos.world import World
 ACTIONS = int(os.environ.get("RESILIENCY_CHAOS_ACTIONS", "330"))
 SEED = int(os.environ.get("RESILIENCY_CHAOS_SEED", "1"))
 #: Of the ledger and of what processes have said, where something was wrong: the folder may be gone when it is looked at.
-LAST_LINES = 80
+LAST_LINES = 60
+#: Of a list in the ledger, and of a text: where only a part of the output is kept.
+LAST_ITEMS, TEXT = 3, 160
 #: Also jobs that go back to an older step by themselves.
 ROLL_BACK = bool(os.environ.get("RESILIENCY_CHAOS_ROLL_BACK"))
 
@@ -46,6 +49,12 @@ def _torment(world: World, seed: int, count: int, stop: threading.Event) -> None
         left = world.close()
         if left:
             world.problems.append(f"processes {left} cannot be ended")
+
+
+def _short(line: str) -> str:
+    facts = json.loads(line)
+    items = {key: value[-LAST_ITEMS:] if isinstance(value, list) else value for key, value in facts.items()}
+    return " ".join(f"{key}={str(value)[:TEXT]}" for key, value in items.items() if key not in ("state", "own"))
 
 
 @pytest.mark.long
@@ -74,9 +83,10 @@ def test_whatever_happens_what_is_loaded_is_the_newest_committed_state(
     print(f"seed {SEED}: {done.total()} actions {dict(done)}; {dict(counts)}")
     problems = [f"{model}: {problem}" for model, world in worlds.items() for problem in world.problems]
     if problems:
-        ledgers = [tmp_path / model / "ledger.jsonl" for model, world in worlds.items() if world.problems]
-        for path in [*ledgers, Path(zygote.log)]:
-            print(f"the end of {path}:", *path.read_text(errors="replace").splitlines()[-LAST_LINES:], sep="\n")
+        for path in [tmp_path / model / "ledger.jsonl" for model, world in worlds.items() if world.problems]:
+            print(f"the end of {path}:", *map(_short, path.read_text().splitlines()[-LAST_LINES:]), sep="\n")
+        log = Path(zygote.log).read_text(errors="replace").splitlines()[-LAST_LINES:]
+        print(f"the end of {zygote.log}:", *log, sep="\n")
     assert not problems, f"seed {SEED}, in {tmp_path}:\n" + "\n".join(problems)
     assert done.total() >= ACTIONS
     # Otherwise the run has shown little.

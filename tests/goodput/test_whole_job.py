@@ -92,12 +92,18 @@ observer.training_ended(2)
 log.job_terminated("finished")
 writer.close()
 time.sleep(0.3)
+print(time.time(), flush=True)
 """
 PARENT = """
 import subprocess, sys, time
+print(time.time(), flush=True)
 time.sleep(0.3)
-sys.exit(subprocess.run([sys.executable, *sys.argv[1:3]]).returncode)
+code = subprocess.run([sys.executable, *sys.argv[1:3]]).returncode
+print(time.time())
+sys.exit(code)
 """
+#: Of a process's start the kernel tells hundredths of a second.
+_TICK_S = 0.02
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "notebook"])
@@ -109,27 +115,28 @@ def test_the_account_agrees_with_a_stopwatch_around_the_launcher(
     script, log = tmp_path / "script.py", tmp_path / "rank-00000.jsonl"
     script.write_text(SCRIPT)
     began = time.time()
-    subprocess.run([sys.executable, "-c", PARENT, script, log, launcher], check=True, timeout=60)
-    took = time.time() - began
+    words = [sys.executable, "-c", PARENT, script, log, launcher]
+    ran = subprocess.run(words, check=True, timeout=60, stdout=subprocess.PIPE, text=True)
+    launched, script_over, all_over = map(float, ran.stdout.split())
     ledger = account(read_logs([log]).collector.runs["job"])
-    whole = (ledger.end - ledger.start) / took
     assert ledger.wall[Bucket.IDLE] >= 300_000, "the process went on after its fit"
-    if launcher == "torchrun":
-        assert ledger.start == pytest.approx(began, abs=0.1)
-        assert ledger.end == pytest.approx(began + took, abs=0.2)
+    if launcher == "torchrun":  # two moments around each: the machine may be busy
+        assert began - _TICK_S <= ledger.start <= launched + _TICK_S
+        assert script_over <= ledger.end <= all_over
     else:
-        assert ledger.start > began + 0.29, f"a notebook is no launcher ({whole:.0%})"
+        assert ledger.start > launched + 0.29, "a notebook is no launcher"
 
 
 def test_the_launchers_own_imports_are_time_of_the_job(tmp_path: Path) -> None:
     log = JobLog()
+    before = time.time()
     log.emit(EventKind.LAUNCHER_STARTED, since_process_s=3.0)
-    moment = time.time()
+    after = time.time()
     log.emit(EventKind.LAUNCHER_ENDED)
     log.is_at(str(tmp_path), run="job", attempt=1)
     log.close()
     ledger = account(read_logs([tmp_path]).collector.runs["job"])
-    assert ledger.start == pytest.approx(moment - 3.0, abs=0.2)
+    assert before - 3.0 - _TICK_S <= ledger.start <= after - 3.0 + _TICK_S
 
 
 def test_a_launcher_tells_its_own_age(tmp_path: Path) -> None:

@@ -121,10 +121,14 @@ class Judge:
     def _got_further(self, key: str | None, other: str) -> bool:
         """True when ``other`` is of an attempt that went on from a save before ``key`` without seeing it, and has not
         come as far."""
-        origin = self._went_on_from.get(_attempt_of(other))
-        if key not in self._saves or origin not in self._saves or key is None or origin is None:
+        attempt = _attempt_of(other)
+        if key is None or key not in self._saves or attempt not in self._went_on_from:
             return False
-        return self._saves[origin].number < self._saves[key].number and _step_of(key) > _step_of(other)
+        origin = self._went_on_from[attempt]  # None: it began afresh, as where everything was away
+        if origin is not None and origin not in self._saves:
+            return False
+        before = -1 if origin is None else self._saves[origin].number
+        return before < self._saves[key].number and _step_of(key) > _step_of(other)
 
     def _committed(self, line: dict[str, Any]) -> None:
         save = self._saves[line["key"]]
@@ -163,6 +167,9 @@ class Judge:
         self._away[line["id"]] = keys
         for save in self._saves.values():
             save.unsure |= not save.committed
+        for key in keys or []:
+            if key in self._saves:  # it had a manifest, whether or not a rank was told so
+                self._saves[key].committed = True
         self._excuse(list(self._saves) if keys is None else keys)
 
     def _moved_back(self, line: dict[str, Any]) -> None:

@@ -19,6 +19,8 @@ from tests.ports import free_port
 
 _ROOT = Path(__file__).parents[3]
 _SITE = Path(__file__).parent / "agent_site"
+#: What else befalls the agents of a job, in turn by its seed: killed between the manifest of a step and its names.
+_FAULTS = ("agent.name.write:kill@4", "", "")
 #: A process ends by itself after this time, should the driver be killed.
 LIFE_S = 300
 
@@ -30,12 +32,14 @@ class RunningJob:
     Attributes:
         host: the name of the host it believes to run on; jobs of different hosts do not see each other's processes.
         disturbed: we did something to one of its ranks, or to the folder while it was starting.
+        elsewhere: something was away when it was started, so its attempt may have been counted in a folder made anew.
     """
 
     name: str
     host: str
     ranks: list[WorkerProcess]
     disturbed: bool = False
+    elsewhere: bool = False
 
     @property
     def alive(self) -> list[WorkerProcess]:
@@ -77,6 +81,7 @@ class Processes:
                 env={
                     "RESILIENCY_NODE": host,
                     "CHAOS_CLOCK": str(self.clock),
+                    "RESILIENCY_FAULTS": _FAULTS[seed % len(_FAULTS)],
                     "PYTHONPATH": f"{_SITE}{os.pathsep}{_ROOT}",  # of the agents
                 },
                 timeout_s=180,  # the first one waits for the imports, on a machine that may be busy

@@ -134,7 +134,8 @@ class World:
         # Of jobs that are starting at the same moment one is let in.
         racing = [job for job in self._processes.running() if not self._has_loaded(job)]
         job = self._processes.start_job(host, 1 + (action.size < 0.6), action.seed)
-        job.disturbed = self._files.is_away or bool(racing)
+        job.elsewhere = self._files.is_away
+        job.disturbed = job.elsewhere or bool(racing)
         for other in racing:
             other.disturbed = True
         return job
@@ -145,10 +146,11 @@ class World:
 
     def _start_afresh(self, action: Action, *, everything: bool = False) -> bool:
         """Nothing is in the way of the job that is started now, so it must load, and the newest there is. Processes of
-        yesterday may stay, as on other hosts: those that are stopped, and half of the times those that run."""
+        yesterday may stay, as on other hosts: those that are stopped, and half of the times those that run. Not those
+        whose attempt was counted in another folder: their next agent may take that number here in the same moment."""
         self._files.put_back()
         for job in self._processes.running():
-            if not action.stays or not self._has_loaded(job):
+            if not action.stays or job.elsewhere or not self._has_loaded(job):
                 self._end(job)
         if everything:
             self._processes.kill(self._processes.agents())
