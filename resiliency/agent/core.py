@@ -150,8 +150,10 @@ class HostAgent:
         self._rescan(finish=True)
         self._syncs.submit(self._delete_partial_files)
         committed = self._steps.select(lambda step: step.committed is not None)
-        if committed:
-            self._upload(committed[-1], only_if_missing=True)
+        for uploader in self._uploaders:
+            due = [step for step in committed if _is_due(step, uploader)]
+            if due:
+                self._submit(due[-1], uploader, only_if_missing=True)
 
     def _end_earlier_attempts(self) -> None:
         """Claims this attempt before anything is listed, so that an earlier attempt's agent commits nothing after the
@@ -255,7 +257,7 @@ class HostAgent:
                 return
         except (OSError, TierError, AgentError) as error:
             logger.info("step %d could not be given its manifest and names: %s", step.id.step, error)
-            self._unnamed[step.id] = f"its names cannot be given in {self.config.local.address}: {error}"
+            self._unnamed[step.id] = f"cannot commit to {self.config.local.address}: {self._fence.cause(error)}"
             return
         self._report_refused(step.id, refused)
 
@@ -618,13 +620,15 @@ class HostAgent:
         self._upload(step)
         self._syncs.submit(partial(self._sync, step))
 
-    def _upload(self, step: LocalStep, *, only_if_missing: bool = False) -> None:
+    def _upload(self, step: LocalStep) -> None:
         """Queues this host's part of a committed step for every tier it is due for."""
-        assert step.committed is not None
         for uploader in self._uploaders:
-            if uploader.spec.name in step.committed.tiers:
-                self._steps.pin(step.id, 1)
-                uploader.submit(step.id, self._sent_records(step), only_if_missing=only_if_missing)
+            if _is_due(step, uploader):
+                self._submit(step, uploader)
+
+    def _submit(self, step: LocalStep, uploader: Uploader, *, only_if_missing: bool = False) -> None:
+        self._steps.pin(step.id, 1)
+        uploader.submit(step.id, self._sent_records(step), only_if_missing=only_if_missing)
 
     def _refuse_plans(self, step_id: StepId) -> None:
         reason = (
@@ -731,13 +735,18 @@ class HostAgent:
         newest = max(step.id for step in [*committed, *(step for step, _ in found)]) if found else None
         for step, manifest in found:
             try:
-                # That agent may be gone. The ranks ask again, and then this one commits the step.
-                if step.id == newest and missing_names(self._tier, manifest):
+                # That agent may be gone. The ranks ask again, and then this one commits the step. Not a sharded one: of
+                # many hosts each would link all its shards while that agent does.
+                if step.id == newest and manifest.replicated and missing_names(self._tier, manifest):
                     continue
             except TierError:
                 continue
             self._steps.commit(step, manifest)
             self._after_commit(step)
+
+
+def _is_due(step: LocalStep, uploader: Uploader) -> bool:
+    return step.committed is not None and uploader.spec.name in step.committed.tiers
 
 
 def _is_no_room(error: BaseException | None) -> bool:

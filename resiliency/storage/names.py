@@ -110,7 +110,7 @@ def missing_names(tier: Tier, step: StepRecords) -> list[str]:
     Blocks: one small read for each name, two when the step is sharded.
 
     Raises:
-        TierError: the tier cannot be read.
+        TierError: the tier failed, and trying again may help.
     """
     return [name for name in step.names if not _has_name(tier, step, name)]
 
@@ -126,6 +126,10 @@ def _has_name(tier: Tier, step: StepRecords, name: str) -> bool:
         found = read_identity(tier.read_range(files[0], 0, IDENTITY_BYTES), where=tier.location(name))
     except (FileNotFoundError, UnsupportedFormat):
         return False
+    except TierError as error:
+        if error.retryable:
+            raise
+        return False  # something else is there
     return found is not None and (found.run, found.id) == (step.run, step.id)
 
 

@@ -15,21 +15,22 @@ import pytest
 from resiliency import faultpoints
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.core import HostAgent
-from resiliency.agent.messages import Committed, Complete, Failed, Notice
+from resiliency.agent.messages import Committed, Complete, Durable, Failed, NameRefused, Notice
 from resiliency.checkpoint.checkpointer import CheckpointerOptions
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
 from resiliency.events import EventWriter
-from resiliency.inspection.by_path import locate
+from resiliency.storage.names import read_name
 from resiliency.storage.stage import Stage
+from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import make_checkpointer, make_state
-from tests.agent.sealing import config_for, manifest_of, seal_of, sealed, shard_path, step_of, write_shard
+from tests.agent.sealing import config_for, manifest_of, seal_of, shard_path, step_of, write_shard
 
 SOON = timedelta(seconds=20)
 
 
 def step_at(path: Path) -> int | None:
-    """The step that is loaded by this name."""
-    found = locate(str(path))
+    """The step that a name points to."""
+    found = read_name(LocalTier(path.parent), path.name)
     return None if found is None else found.id.step
 
 
@@ -85,8 +86,11 @@ def settle(agent: HostAgent) -> None:
 
 
 def commit(agent: HostAgent, step: int, **values: Any) -> None:
+    """A replicated step, whose names are files, when the job has one rank; otherwise a sharded one."""
+    replicated = agent.config.world_size == 1
     for rank in agent.config.local_ranks:
-        agent.handle(rank, sealed(agent.config, step, rank, **values))
+        file = write_shard(agent.config, step, rank, replicated=replicated)
+        agent.handle(rank, seal_of(agent.config, step, file, replicated=replicated, **values))
         settle(agent)
     assert manifest_of(agent.config, step) is not None
 
@@ -154,9 +158,8 @@ def test_an_agent_that_can_give_no_names_any_more_does_not_report_the_step_commi
 
 
 @pytest.mark.parametrize("names", [("last.ckpt",), ("2.ckpt", "last.ckpt")])
-@pytest.mark.parametrize("replicated", [True, False])
 def test_another_hosts_agent_reports_a_step_with_its_names(
-    tmp_path: Path, start: Start, names: tuple[str, ...], replicated: bool
+    tmp_path: Path, start: Start, names: tuple[str, ...]
 ) -> None:
     """In a shared folder the agent that wrote the manifest is gone before the names."""
     host_a = config_for(tmp_path / "local", node="a", world_size=2, local_ranks=(0,))
@@ -168,8 +171,8 @@ def test_another_hosts_agent_reports_a_step_with_its_names(
         before = files_of(last)
         for agent in (b, a):
             (rank,) = agent.config.local_ranks
-            file = write_shard(agent.config, step, rank, replicated=replicated)
-            agent.handle(rank, seal_of(agent.config, step, file, replicated=replicated, names=given))
+            file = write_shard(agent.config, step, rank, replicated=True)
+            agent.handle(rank, seal_of(agent.config, step, file, replicated=True, names=given))
             settle(agent)
     assert manifest_of(host_a, 2) is not None and step_at(last) == 2
     put_back(before)
@@ -178,6 +181,37 @@ def test_another_hosts_agent_reports_a_step_with_its_names(
     settle(b)
     assert heard.count(Committed(id=step_of(host_b, 2), tier="local")) == 1
     assert all(step_at(tmp_path / "local" / name) == 2 for name in names)
+
+
+def test_something_else_at_a_name_is_no_failed_save(tmp_path: Path, start: Start) -> None:
+    """The name is refused, as it was by the agent before."""
+    (tmp_path / "local" / "folder.ckpt").mkdir(parents=True)
+    (tmp_path / "local" / "folder.ckpt" / "weights").write_bytes(b"a stock sharded checkpoint")
+    os.mkfifo(tmp_path / "local" / "fifo.ckpt")
+    config = config_for(tmp_path / "local")
+    first, heard = start(config)
+    commit(first, 1, names=("folder.ckpt", "fifo.ckpt", "last.ckpt"))
+    for agent, said in ((first, heard), start(config)):
+        agent.announce(0)
+        settle(agent)
+        assert {message.name for message in said if isinstance(message, NameRefused)} == {"folder.ckpt", "fifo.ckpt"}
+        assert Committed(id=step_of(config, 1), tier="local") in said
+        assert not [message for message in said if isinstance(message, Failed)]
+    assert step_at(tmp_path / "local" / "last.ckpt") == 1
+
+
+def test_an_upload_is_resumed_although_a_later_step_does_not_go_to_that_tier(tmp_path: Path, start: Start) -> None:
+    config = config_for(tmp_path / "local")
+    first, _ = start(config)  # as one that was killed before it could send
+    commit(first, 1, names=("1.ckpt",), tiers=("store",))
+    commit(first, 2, names=("2.ckpt",), tiers=())
+    agent, heard = start(
+        dataclasses.replace(config, remotes=(TierSpec(address=str(tmp_path / "store"), name="store", keep=3),))
+    )
+    settle(agent)
+    assert step_at(tmp_path / "store" / "1.ckpt") == 1
+    assert Durable(id=step_of(config, 1), tier="store") in heard
+    assert not (tmp_path / "store" / "2.ckpt").exists()
 
 
 def test_a_name_that_is_in_its_place_is_not_given_again(tmp_path: Path, start: Start) -> None:
