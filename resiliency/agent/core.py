@@ -119,7 +119,7 @@ class HostAgent:
         self._finished: set[int] = set()
         self._left: set[int] = set()
         self._failures: dict[StepId, str] = {}  # step -> why a rank could not save it; the newest ones
-        self._unnamed: dict[StepId, str] = {}  # step that an earlier agent has committed -> why it has not its names
+        self._unnamed: dict[StepId, str] = {}  # step that may have a manifest -> why it failed; the newest ones
         self._given_up: dict[
             StepId, set[int]
         ] = {}  # of these, those to be deleted -> ranks that no longer write to the step
@@ -149,11 +149,22 @@ class HostAgent:
             logger.warning("cannot find out which files are checkpoints of run %r: %s", self.config.run, error)
         self._rescan(finish=True)
         self._syncs.submit(self._delete_partial_files)
-        committed = self._steps.select(lambda step: step.committed is not None)
         for uploader in self._uploaders:
-            due = [step for step in committed if _is_due(step, uploader)]
-            if due:
-                self._submit(due[-1], uploader, only_if_missing=True)
+            self._resume_upload(uploader)
+
+    def _resume_upload(self, uploader: Uploader) -> None:
+        committed = self._steps.select(lambda step: step.committed is not None)
+        due = [step for step in committed if _is_due(step, uploader)]
+        # What the store lacks of an earlier attempt, other than the newest step, the user may have deleted there.
+        if due and due[-1] is not committed[-1]:
+            due = [step for step in due if self._is_of_this_attempt(step.id)]
+        if not due:
+            return
+        older = [step.id for step in due[:-1] if self._is_of_this_attempt(step.id)]
+        for step in older:
+            self._steps.pin(step, 1)
+        uploader.resume(older, due[-1].id)
+        self._submit(due[-1], uploader, only_if_missing=True)
 
     def _end_earlier_attempts(self) -> None:
         """Claims this attempt before anything is listed, so that an earlier attempt's agent commits nothing after the
@@ -225,7 +236,10 @@ class HostAgent:
         if may_finish and (0 in self.config.local_ranks or not self._only_agent()):
             for listing in listings:
                 cut_back(self._tier, listing, self._fence)
-        fresh = self._steps.add_listed(listings)
+        # What is saved in this attempt is in progress, once this agent has started.
+        fresh = self._steps.add_listed(listings, keep_open=(lambda _: False) if finish else self._is_of_this_attempt)
+        if not finish and self.config.shared:
+            self._find_commits_of_others()
         if finish:
             self._finish_newest(may_commit=may_finish)
         for step in fresh:
@@ -586,6 +600,7 @@ class HostAgent:
         except (OSError, TierError, AgentError) as error:
             self._commit_failed(step_id, error)
             return
+        self._unnamed.pop(step_id, None)
         self._steps.commit(step, found)
         self._report.log_reached(
             step_id,
@@ -602,6 +617,9 @@ class HostAgent:
     def _commit_failed(self, step: StepId, found: OSError | TierError | AgentError) -> None:
         error = self._fence.cause(found)
         tier, reason = self.config.local.name, f"cannot commit to {self.config.local.address}: {error}"
+        self._unnamed[step] = reason
+        while len(self._unnamed) > _FAILURES:
+            del self._unnamed[next(iter(self._unnamed))]
         if _is_no_room(error) and self._serves_all:
             # It would take up space until a later step is committed, and there may be no space for one.
             self._discard(step, never_whole=True)
@@ -616,7 +634,8 @@ class HostAgent:
 
     def _after_commit(self, step: LocalStep) -> None:
         """Notifies the ranks, and queues the step for fsync and for the tiers it is due for."""
-        self._report.notify_reached(step.id, Stage.COMMITTED, self.config.local.name)
+        if step.id not in self._unnamed:  # else the ranks have been told that it failed
+            self._report.notify_reached(step.id, Stage.COMMITTED, self.config.local.name)
         self._upload(step)
         self._syncs.submit(partial(self._sync, step))
 
@@ -737,9 +756,13 @@ class HostAgent:
             try:
                 # That agent may be gone. The ranks ask again, and then this one commits the step. Not a sharded one: of
                 # many hosts each would link all its shards while that agent does.
-                if step.id == newest and manifest.replicated and missing_names(self._tier, manifest):
-                    continue
+                asks = step.id == newest and manifest.replicated
+                whole = not (asks or step.id in self._unnamed) or not missing_names(self._tier, manifest)
             except TierError:
+                continue
+            if whole:
+                self._unnamed.pop(step.id, None)
+            elif asks:
                 continue
             self._steps.commit(step, manifest)
             self._after_commit(step)

@@ -58,8 +58,13 @@ class LocalSteps:
             step.began = min(step.began, time.monotonic() - max(0.0, time.time() - record.created))
             return step
 
-    def add_listed(self, listings: Iterable[StepListing]) -> list[LocalStep]:
+    def add_listed(
+        self, listings: Iterable[StepListing], *, keep_open: Callable[[StepId], bool] = lambda _: False
+    ) -> list[LocalStep]:
         """Adds the steps of a listing and removes committed steps that it does not contain.
+
+        Args:
+            keep_open: returns True for a step that the listing does not make a committed one.
 
         Returns:
             Steps that were not known to be committed before.
@@ -75,7 +80,7 @@ class LocalSteps:
                     continue  # facts already known may still be right, and an unknown step is not deleted
                 known = self._steps.setdefault(listing.id, LocalStep(listing.id))
                 known.records.update(listing.records)
-                if listing.manifest is not None and known.committed is None:
+                if listing.manifest is not None and known.committed is None and not keep_open(listing.id):
                     known.committed = listing.manifest
                     fresh.append(known)
         return fresh

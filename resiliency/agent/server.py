@@ -16,6 +16,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from typing import get_args
 
 from resiliency import faultpoints
@@ -37,6 +38,8 @@ EXIT_TAKEN = 3
 _FIRST_CLIENT_S = 30.0
 #: Seconds to wait for the death of a process whose connection has ended; the kernel closes connections first.
 _DEATH_S = 0.2
+#: Number of notices that are kept for a rank that is not connected.
+_UNDELIVERED = 64
 #: Seconds that ranks of an earlier attempt may stay connected before a new attempt is refused.
 _OLD_CLIENTS_S = 20.0
 
@@ -49,6 +52,8 @@ class AgentServer:
         self._lock = threading.Condition()
         self._starting = threading.Lock()
         self._clients: dict[int, socket.socket] = {}
+        #: Rank -> notices for it while it was not connected, the newest.
+        self._undelivered: dict[int, deque[Notice]] = {}
         #: Number of connections that have ended while it is not known yet whether the rank's process dies.
         self._ending = 0
         self._agent: HostAgent | None = None
@@ -189,6 +194,8 @@ class AgentServer:
                 return None
             with self._lock:
                 connection.sendall(pack(Welcome(pid=os.getpid())))  # before the rank is registered for notices
+                for notice in self._undelivered.pop(rank, ()):
+                    connection.sendall(pack(notice))
                 self._clients[rank] = connection
                 self._had_client = True
                 self._lock.notify_all()
@@ -204,6 +211,8 @@ class AgentServer:
             self._agent.wait(Stage.DURABLE, tier=self._agent.config.local.name, timeout_s=config.drain_s)
             self._agent.close()
         self.config = config
+        with self._lock:
+            self._undelivered.clear()  # of the previous attempt
         sink = JsonlSink(config.events) if config.events else NullSink()
         events = EventWriter(run=config.run, attempt=config.attempt, rank=-1, host=config.node, sinks=(sink,))
         events.emit(EventKind.AGENT_STARTED, pid=os.getpid())
@@ -231,8 +240,10 @@ class AgentServer:
     def _send(self, rank: int, message: Notice) -> None:
         with self._lock:
             connection = self._clients.get(rank)
-        if connection is None:
-            return
+            if connection is None:
+                # An agent that has just started finishes what the one before has left while the ranks are connecting.
+                self._undelivered.setdefault(rank, deque(maxlen=_UNDELIVERED)).append(message)
+                return
         try:
             connection.sendall(pack(message))
         except OSError:

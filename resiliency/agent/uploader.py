@@ -151,6 +151,17 @@ class Uploader:
         else:
             self._give_way(min(before.step, step), newest)
 
+    def resume(self, older: Sequence[StepId], newest: StepId) -> None:
+        """Handles the steps that an earlier agent of this attempt may have been sending when it was killed; call it
+        before ``newest``, the newest step for this tier, is submitted. Uploads keep the order of steps: when one is on
+        the tier, all before it have been reported. Those after it give way.
+
+        Args:
+            older: steps for this tier before ``newest``, in order. Each must stay on the local tier until its outcome.
+        """
+        if older:
+            self._worker.submit(partial(self._resume, tuple(older), newest))
+
     def delete(self, requests: Mapping[str, DeleteRequest]) -> None:
         """Adds names to delete on this tier, see :meth:`RemotePruner.request`."""
         self._pruner.request(requests)
@@ -226,6 +237,25 @@ class Uploader:
             with self._lock:
                 self._sent = upload.step
         self._prune(upload.step)
+
+    def _resume(self, older: Sequence[StepId], newest: StepId) -> None:
+        left = list(older)
+        found = False
+        while left and not found:
+            step = left.pop()
+            try:
+                tier = self._open()
+                sent = read_sent(tier, self._config.run, step)
+                if sent is not None:
+                    self._finish(tier, sent)
+            except (TierError, OSError, CorruptShard, ConfigError, AgentError) as error:
+                logger.info("cannot find out whether %s has step %d: %s", self.spec.address, step.step, error)
+                sent, found = None, True  # the tier is down; the step before is not asked for either
+            found |= sent is not None
+            if sent is None:
+                self._give_way(step, newest)
+        for step in left:
+            self._report(self.spec, step, UploadOutcome.PARTIAL, "")
 
     def _finish(self, tier: Tier, sent: Manifest) -> None:
         """Handles a step that is on the tier already. An agent of this attempt may have been killed before it had given

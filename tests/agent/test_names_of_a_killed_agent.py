@@ -5,24 +5,28 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from resiliency import faultpoints
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.core import HostAgent
-from resiliency.agent.messages import Committed, Complete, Durable, Failed, NameRefused, Notice
+from resiliency.agent.messages import Committed, Complete, Durable, Failed, NameRefused, Notice, Recorded
 from resiliency.checkpoint.checkpointer import CheckpointerOptions
+from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
+from resiliency.errors import ResiliencyError
 from resiliency.events import EventWriter
 from resiliency.storage.names import read_name
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
-from resiliency.testing.checkpoints import make_checkpointer, make_state
+from resiliency.testing.checkpoints import make_checkpointer, make_state, run_ranks
 from tests.agent.sealing import config_for, manifest_of, seal_of, shard_path, step_of, write_shard
 
 SOON = timedelta(seconds=20)
@@ -56,6 +60,95 @@ def test_an_agent_is_killed_before_a_name_moves_on(
             assert ticket is not None
             ticket.wait(Stage.COMMITTED if tier == "local" else Stage.DURABLE, tier=tier, timeout=SOON)
             assert step_at(tmp_path / tier / "last.ckpt") == step
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("point", ["agent.upload.name", "agent.upload.done"])
+def test_all_ranks_of_a_host_hear_what_the_next_agent_has_finished_while_they_connected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    faultpoints.arm("")
+    monkeypatch.setenv("RESILIENCY_FAULTS", f"{point}:kill@2")
+
+    def work(rank: int, coordinator: Coordinator) -> None:
+        with make_checkpointer(
+            LocalTierOptions(directory=str(tmp_path / "local")),
+            coordinator,
+            remotes=[RemoteTierOptions(address=str(tmp_path / "store"), name="store")],
+            options=CheckpointerOptions(agent="process", drain_timeout=timedelta(seconds=10)),
+        ) as checkpointer:
+            for step in (1, 2):
+                ticket = checkpointer.save(step, make_state(step), names=["last.ckpt"])
+                assert ticket is not None
+                ticket.wait(Stage.DURABLE, tier="store", timeout=SOON)
+
+    run_ranks(3, work, timeout_s=60)
+    assert step_at(tmp_path / "store" / "last.ckpt") == 2
+
+
+@pytest.mark.kill
+def test_a_name_that_the_next_agent_is_refused_is_said_to_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    faultpoints.arm("")
+    with make_checkpointer(LocalTierOptions(directory=str(tmp_path / "local")), run="other") as other:
+        ticket = other.save(1, make_state(1), names=["taken.ckpt"])
+        assert ticket is not None
+        ticket.wait(Stage.COMMITTED, timeout=SOON)
+    monkeypatch.setenv("RESILIENCY_FAULTS", "agent.name.write:kill@1")
+    with make_checkpointer(
+        LocalTierOptions(directory=str(tmp_path / "local")),
+        options=CheckpointerOptions(agent="process", drain_timeout=timedelta(seconds=10)),
+    ) as checkpointer:
+        monkeypatch.delenv("RESILIENCY_FAULTS")  # only the first agent is killed
+        ticket = checkpointer.save(2, make_state(2), names=["taken.ckpt"])
+        assert ticket is not None
+        ticket.wait(Stage.DURABLE, timeout=SOON)
+    assert any("is gone; starting another" in entry.getMessage() for entry in caplog.records)
+    assert any("was not given the name 'taken.ckpt'" in entry.getMessage() for entry in caplog.records)
+
+
+@pytest.mark.kill
+def test_an_agent_is_killed_while_a_store_is_slower_than_the_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that was being sent has its manifest there, and gets its name; the one after it is sent."""
+    faultpoints.arm("")
+    monkeypatch.setenv("RESILIENCY_FAULTS", "agent.upload.name:delay=60")
+    with make_checkpointer(
+        LocalTierOptions(directory=str(tmp_path / "local")),
+        remotes=[RemoteTierOptions(address=str(tmp_path / "store"), name="store", keep=None)],
+        options=CheckpointerOptions(agent="process", drain_timeout=timedelta(seconds=10)),
+    ) as checkpointer:
+        monkeypatch.delenv("RESILIENCY_FAULTS")
+        tickets = []
+        for step in (1, 2, 3):
+            tickets.append(checkpointer.save(step, make_state(step), names=[f"{step}.ckpt"]))
+            assert tickets[-1] is not None
+            tickets[-1].wait(Stage.DURABLE, tier="local", timeout=SOON)
+        (agent,) = [child for child in psutil.Process().children(True) if "resiliency.agent" in child.cmdline()]
+        assert list((tmp_path / "store").rglob("manifest.json")) and not (tmp_path / "store" / "1.ckpt").exists()
+        agent.kill()
+        for ticket in (tickets[0], tickets[2]):
+            ticket.wait(Stage.DURABLE, tier="store", timeout=SOON)
+        with pytest.raises(ResiliencyError, match="only the newest step waits for it"):
+            tickets[1].wait(Stage.DURABLE, tier="store", timeout=SOON)
+    assert [step_at(tmp_path / "store" / f"{step}.ckpt") for step in (1, 2, 3)] == [1, None, 3]
+
+
+def test_a_load_right_after_a_save_hides_no_commit_of_another_agent(tmp_path: Path) -> None:
+    """On a ramdisk, where no notice of a later stage follows."""
+
+    def work(rank: int, coordinator: Coordinator) -> None:
+        options = LocalTierOptions(directory=str(tmp_path / "local"), durable=False)
+        with make_checkpointer(options, coordinator) as checkpointer:
+            for step in range(1, 6):
+                ticket = checkpointer.save(step, make_state(step), names=["last.ckpt"])
+                assert ticket is not None
+                checkpointer.load()
+                ticket.wait(Stage.COMMITTED, timeout=SOON)
+
+    run_ranks(2, work, timeout_s=90)
 
 
 # ---- one agent after another
@@ -198,6 +291,34 @@ def test_something_else_at_a_name_is_no_failed_save(tmp_path: Path, start: Start
         assert Committed(id=step_of(config, 1), tier="local") in said
         assert not [message for message in said if isinstance(message, Failed)]
     assert step_at(tmp_path / "local" / "last.ckpt") == 1
+
+
+def test_what_was_deleted_on_a_store_does_not_come_back_with_the_next_attempt(tmp_path: Path, start: Start) -> None:
+    config = config_for(tmp_path / "local", remotes=(TierSpec(address=str(tmp_path / "store"), name="store", keep=3),))
+    first, _ = start(config)
+    commit(first, 1, names=("1.ckpt",), tiers=("store",))
+    commit(first, 2, names=("2.ckpt",), tiers=())
+    assert step_at(tmp_path / "store" / "1.ckpt") == 1
+    shutil.rmtree(tmp_path / "store")
+    agent, _ = start(dataclasses.replace(config, attempt=2, token="1a1b1c"))
+    settle(agent)
+    assert not (tmp_path / "store" / "1.ckpt").exists()
+
+
+def test_a_step_that_was_reported_failed_is_not_reported_committed_with_the_next(tmp_path: Path, start: Start) -> None:
+    """Its manifest is there, and its names are not."""
+    config = config_for(tmp_path / "local")
+    agent, heard = start(config)
+    faultpoints.arm("agent.name.write:error")
+    try:
+        commit(agent, 1, names=("1.ckpt",))
+    finally:
+        faultpoints.arm("")
+    commit(agent, 2, names=("2.ckpt",))
+    assert Committed(id=step_of(config, 2), tier="local") in heard
+    said = [type(message) for message in heard if getattr(message, "id", None) == step_of(config, 1)]
+    assert said == [Recorded, Failed]
+    assert step_at(tmp_path / "local" / "1.ckpt") is None
 
 
 def test_an_upload_is_resumed_although_a_later_step_does_not_go_to_that_tier(tmp_path: Path, start: Start) -> None:
