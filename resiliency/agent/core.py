@@ -119,7 +119,7 @@ class HostAgent:
         self._finished: set[int] = set()
         self._left: set[int] = set()
         self._failures: dict[StepId, str] = {}  # step -> why a rank could not save it; the newest ones
-        self._unnamed: dict[StepId, str] = {}  # step that may have a manifest -> why it failed; the newest ones
+        self._commit_failures: dict[StepId, str] = {}  # step that may have a manifest -> why it failed; the newest ones
         self._given_up: dict[
             StepId, set[int]
         ] = {}  # of these, those to be deleted -> ranks that no longer write to the step
@@ -210,8 +210,8 @@ class HostAgent:
             self._files.announce(rank)
             ours = self._steps.select(lambda step: self._is_of_this_attempt(step.id) and step.committed is not None)
             for step in ours:
-                if step.id in self._unnamed:
-                    reason = self._unnamed[step.id]
+                if step.id in self._commit_failures:
+                    reason = self._commit_failures[step.id]
                     self._report.notify_failed(step.id, self.config.local.name, reason, ranks=(rank,))
                     continue
                 self._report.notify_reached(step.id, Stage.COMMITTED, self.config.local.name, ranks=(rank,))
@@ -271,7 +271,7 @@ class HostAgent:
                 return
         except (OSError, TierError, AgentError) as error:
             logger.info("step %d could not be given its manifest and names: %s", step.id.step, error)
-            self._unnamed[step.id] = f"cannot commit to {self.config.local.address}: {self._fence.cause(error)}"
+            self._commit_failures[step.id] = f"cannot commit to {self.config.local.address}: {self._fence.cause(error)}"
             return
         self._report_refused(step.id, refused)
 
@@ -600,7 +600,7 @@ class HostAgent:
         except (OSError, TierError, AgentError) as error:
             self._commit_failed(step_id, error)
             return
-        self._unnamed.pop(step_id, None)
+        self._commit_failures.pop(step_id, None)
         self._steps.commit(step, found)
         self._report.log_reached(
             step_id,
@@ -617,9 +617,9 @@ class HostAgent:
     def _commit_failed(self, step: StepId, found: OSError | TierError | AgentError) -> None:
         error = self._fence.cause(found)
         tier, reason = self.config.local.name, f"cannot commit to {self.config.local.address}: {error}"
-        self._unnamed[step] = reason
-        while len(self._unnamed) > _FAILURES:
-            del self._unnamed[next(iter(self._unnamed))]
+        self._commit_failures[step] = reason
+        while len(self._commit_failures) > _FAILURES:
+            del self._commit_failures[next(iter(self._commit_failures))]
         if _is_no_room(error) and self._serves_all:
             # It would take up space until a later step is committed, and there may be no space for one.
             self._discard(step, never_whole=True)
@@ -634,7 +634,7 @@ class HostAgent:
 
     def _after_commit(self, step: LocalStep) -> None:
         """Notifies the ranks, and queues the step for fsync and for the tiers it is due for."""
-        if step.id not in self._unnamed:  # else the ranks have been told that it failed
+        if step.id not in self._commit_failures:  # else the ranks have been told that it failed
             self._report.notify_reached(step.id, Stage.COMMITTED, self.config.local.name)
         self._upload(step)
         self._syncs.submit(partial(self._sync, step))
@@ -708,7 +708,7 @@ class HostAgent:
         self._prune()
         waiting = self._steps.select(lambda step: step.committed is not None and not step.durable)
         self._files.refill(more_to_come=bool(waiting), unless_taken=True)
-        if self.config.durable and step_id not in self._unnamed:
+        if self.config.durable and step_id not in self._commit_failures:
             self._report.notify_reached(step_id, Stage.DURABLE, self.config.local.name)
 
     def _uploaded(self, spec: TierSpec, step_id: StepId, outcome: UploadOutcome, reason: str) -> None:
@@ -750,18 +750,20 @@ class HostAgent:
                 found.append((step, Manifest.from_json(self._tier.read(where), where=where)))
             except (FileNotFoundError, TierError, CorruptShard):
                 continue
+        if not found:
+            return
         committed = self._steps.select(lambda step: step.committed is not None)
-        newest = max(step.id for step in [*committed, *(step for step, _ in found)]) if found else None
+        newest = max(step.id for step in [*committed, *(step for step, _ in found)])
         for step, manifest in found:
             try:
                 # That agent may be gone. The ranks ask again, and then this one commits the step. Not a sharded one: of
                 # many hosts each would link all its shards while that agent does.
                 asks = step.id == newest and manifest.replicated
-                whole = not (asks or step.id in self._unnamed) or not missing_names(self._tier, manifest)
+                whole = not (asks or step.id in self._commit_failures) or not missing_names(self._tier, manifest)
             except TierError:
                 continue
             if whole:
-                self._unnamed.pop(step.id, None)
+                self._commit_failures.pop(step.id, None)
             elif asks:
                 continue
             self._steps.commit(step, manifest)

@@ -240,20 +240,19 @@ class Uploader:
 
     def _resume(self, older: Sequence[StepId], newest: StepId) -> None:
         left = list(older)
-        found = False
-        while left and not found:
+        while left:
             step = left.pop()
             try:
                 tier = self._open()
                 sent = read_sent(tier, self._config.run, step)
                 if sent is not None:
                     self._finish(tier, sent)
+                    break
             except (TierError, OSError, CorruptShard, ConfigError, AgentError) as error:
-                logger.info("cannot find out whether %s has step %d: %s", self.spec.address, step.step, error)
-                sent, found = None, True  # the tier is down; the step before is not asked for either
-            found |= sent is not None
-            if sent is None:
+                logger.info("cannot finish step %d on %s: %s", step.step, self.spec.address, error)
                 self._give_way(step, newest)
+                break  # the tier is down; it is not asked for the step before either
+            self._give_way(step, newest)
         for step in left:
             self._report(self.spec, step, UploadOutcome.PARTIAL, "")
 

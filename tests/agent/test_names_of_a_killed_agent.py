@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from resiliency.checkpoint.checkpointer import CheckpointerOptions
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
 from resiliency.errors import ResiliencyError
-from resiliency.events import EventWriter
 from resiliency.storage.names import read_name
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
@@ -155,23 +154,6 @@ def test_a_load_right_after_a_save_hides_no_commit_of_another_agent(tmp_path: Pa
 
 
 Start = Callable[[AgentConfig], tuple[HostAgent, list[Notice]]]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    running: list[HostAgent] = []
-
-    def start(config: AgentConfig) -> tuple[HostAgent, list[Notice]]:
-        heard: list[Notice] = []
-        events = EventWriter(run=config.run, attempt=1, rank=-1, host=config.node, sinks=())
-        agent = HostAgent(config, lambda _, message: heard.append(message), events)
-        running.append(agent)
-        agent.start()
-        return agent, heard
-
-    yield start
-    for agent in running:
-        agent.close()
 
 
 def settle(agent: HostAgent) -> None:

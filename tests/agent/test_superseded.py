@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,12 @@ import pytest
 
 from resiliency import faultpoints
 from resiliency.agent._fence import Fence
-from resiliency.agent.config import AgentConfig, TierSpec
+from resiliency.agent.config import TierSpec
 from resiliency.agent.core import HostAgent
-from resiliency.agent.messages import Bye, Committed, Complete, Delete, Durable, Failed, Notice, Recorded
+from resiliency.agent.messages import Bye, Committed, Complete, Delete, Durable, Failed, Recorded
 from resiliency.agent.protocol import config_to_json, pack
 from resiliency.checkpoint.options import LocalTierOptions
 from resiliency.errors import AgentError
-from resiliency.events import EventWriter
 from resiliency.storage import attempts
 from resiliency.storage.attempts import read_attempt, write_attempt
 from resiliency.storage.catalog import scan
@@ -43,23 +41,6 @@ LATER = {"attempt": 2, "token": "ffffff"}
 @pytest.fixture
 def local(tmp_path: Path) -> Path:
     return tmp_path / "local"
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., tuple[HostAgent, list[Notice]]]]:
-    running: list[HostAgent] = []
-
-    def start(config: AgentConfig) -> tuple[HostAgent, list[Notice]]:
-        heard: list[Notice] = []
-        events = EventWriter(run=config.run, attempt=config.attempt, rank=-1, host="n", sinks=())
-        agent = HostAgent(config, lambda _, message: heard.append(message), events)
-        running.append(agent)
-        agent.start()
-        return agent, heard
-
-    yield start
-    for agent in running:
-        agent.close()
 
 
 def save(agent: HostAgent, step: int, **values: Any) -> None:
