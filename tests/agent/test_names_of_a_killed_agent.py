@@ -275,6 +275,32 @@ def test_something_else_at_a_name_is_no_failed_save(tmp_path: Path, start: Start
     assert step_at(tmp_path / "local" / "last.ckpt") == 1
 
 
+def test_of_the_steps_that_waited_for_a_store_each_is_heard_of(tmp_path: Path, start: Start) -> None:
+    """The agent before had sent two, and was killed before it could send or give up the others."""
+    store = TierSpec(address=str(tmp_path / "store"), name="store", keep=None)
+    config = config_for(tmp_path / "local")
+    with_store = dataclasses.replace(config, remotes=(store,))
+    for before, steps in ((with_store, (1, 2)), (config, (3, 4, 5))):
+        agent, _ = start(before)
+        for step in steps:
+            commit(agent, step, names=(f"{step}.ckpt",), tiers=("store",))
+    agent, heard = start(with_store)
+    settle(agent)
+    said = {
+        step: [
+            "gave way" if isinstance(message, Failed) and message.gave_way else type(message).__name__
+            for message in heard
+            if getattr(message, "tier", "") == "store" and getattr(message, "id", None) == step_of(config, step)
+        ]
+        for step in range(1, 6)
+    }
+    assert said == {1: [], 2: ["Durable"], 3: ["gave way"], 4: ["gave way"], 5: ["Durable"]}
+    assert [step_at(tmp_path / "store" / f"{step}.ckpt") for step in range(1, 6)] == [1, 2, None, None, 5]
+    commit(agent, 6, names=("6.ckpt",), supersedes=tuple(f"{step}.ckpt" for step in range(1, 6)))
+    settle(agent)
+    assert [step for step in range(1, 7) if shard_path(config, step).exists()] == [6], "kept for an upload that is over"
+
+
 def test_what_was_deleted_on_a_store_does_not_come_back_with_the_next_attempt(tmp_path: Path, start: Start) -> None:
     config = config_for(tmp_path / "local", remotes=(TierSpec(address=str(tmp_path / "store"), name="store", keep=3),))
     first, _ = start(config)
