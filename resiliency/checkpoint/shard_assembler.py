@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,7 @@ from resiliency.checkpoint.stored_state import ReplicatedState, ShardedState, lo
 from resiliency.errors import CorruptShard
 from resiliency.state.leaf_kinds import box_of
 from resiliency.state.tree import dtype_from_name
-from resiliency.storage.blocks import new_digest
+from resiliency.storage.blocks import Blocks, new_digest
 from resiliency.storage.shard_file import IDENTITY_BYTES, Placed, storage_name
 
 __all__ = ["ShardAssembler", "threads_for"]
@@ -130,7 +129,11 @@ class ShardAssembler:
         Returns:
             Shard number -> byte ranges that do not match their digests; empty when all match.
         """
-        jobs = [(index, block, segments) for index in self._readers for block, segments in self._blocks(index)]
+        jobs = [
+            (index, block, segments)
+            for index, reader in self._readers.items()
+            for block, segments in _by_block(reader.record.blocks, self._segments[index], self._ranges[index])
+        ]
         good = [False] * len(jobs)
         numbers = itertools.count()  # shared by all threads: next() is atomic with the GIL, and locked without
 
@@ -155,18 +158,6 @@ class ShardAssembler:
             for reader, placed, read in self._by_torch:
                 read.destination.detach().copy_(box_of(reader.tensor(placed), read.box_offsets, read.lengths))
         return bad
-
-    def _blocks(self, index: int) -> list[tuple[int, list[_ByteRange]]]:
-        """The blocks of a shard that have bytes of the plan, in order, each with its segments in order."""
-        blocks = self._readers[index].record.blocks
-        found: dict[int, list[_ByteRange]] = {}
-        for segment in sorted(self._segments[index], key=operator.attrgetter("start")):
-            for block in blocks.within(segment.start, segment.start + segment.nbytes):
-                found.setdefault(block, []).append(segment)
-        for start, end in self._ranges[index]:
-            for block in blocks.within(start, end):
-                found.setdefault(block, [])
-        return sorted(found.items())
 
     def result(self) -> tuple[Any, Any]:
         """The state tree, and the rank's own tree (None when the step has none for this rank).
@@ -204,27 +195,48 @@ def _segment(read: Read, placed: Placed) -> _ByteRange | None:
     """The read as a copy of contiguous bytes; None when source or destination is not contiguous, or needs
     conversion."""
     _, _, box_offsets, lengths, target = read
-    chunk, start, _, strides, conjugated, negated = placed
+    chunk, start, end, strides, conjugated, negated = placed
     if (
         strides is not None
         or conjugated
         or negated
         or not target.is_cpu
-        or target.layout != torch.strided
+        or target.layout is not torch.strided
         or not target.is_contiguous()
         or target.is_conj()
         or target.is_neg()
-        or target.dtype != dtype_from_name(chunk.dtype)
+        or target.dtype is not dtype_from_name(chunk.dtype)
         or target.shape != lengths
     ):
         return None
     if lengths == chunk.sizes:  # a box as large as the chunk begins where the chunk does
-        return _ByteRange(start, chunk.nbytes, target.data_ptr())
+        return _ByteRange(start, end - start, target.data_ptr())
     if lengths[1:] != chunk.sizes[1:] or any(box_offsets[1:]):  # not whole rows
         return None
     row = math.prod(chunk.sizes[1:]) * chunk.itemsize
     first = box_offsets[0] if box_offsets else 0
     return _ByteRange(start + first * row, math.prod(lengths) * chunk.itemsize, target.data_ptr())
+
+
+def _by_block(
+    blocks: Blocks, segments: Iterable[_ByteRange], ranges: Iterable[tuple[int, int]]
+) -> list[tuple[int, list[_ByteRange]]]:
+    """The blocks that have bytes of segments or ranges, in order, each with its segments in order. Pure."""
+    found: dict[int, list[_ByteRange]] = {}
+    begin, end, in_block = 0, 0, []  # the block that the segment before ends in, and its segments
+    for segment in sorted(segments):
+        start, last = segment.start, segment.start + segment.nbytes
+        if begin <= start and last <= end:  # most segments; to look their block up would take twice the time
+            in_block.append(segment)
+            continue
+        for block in blocks.within(start, last):
+            in_block = found.setdefault(block, [])
+            in_block.append(segment)
+            begin, end = blocks.bounds(block)
+    for start, end in ranges:
+        for block in blocks.within(start, end):
+            found.setdefault(block, [])
+    return sorted(found.items())
 
 
 def _read_and_check(reader: ShardReader, block: int, segments: Sequence[_ByteRange]) -> bool:

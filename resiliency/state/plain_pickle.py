@@ -10,10 +10,11 @@ would.)
 from __future__ import annotations
 
 import copyreg
+import functools
 import io
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -159,10 +160,11 @@ def describe_tensor(tensor: Tensor, storage: str) -> StoredTensor:
     return StoredTensor(storage, tensor.dtype, offset, shape, strides, extent, contiguous, tensor.requires_grad)
 
 
-def _extent(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, bool]:
+@functools.lru_cache(4096)  # the layers of a model repeat their shapes
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, bool]:
     """(number of elements from the first to the last, whether they are in C order)."""
     last, step, contiguous = 0, 1, True
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+    for size, stride in zip(shape[::-1], strides[::-1], strict=True):
         if size == 0:
             return 0, True
         if size != 1:
@@ -185,6 +187,9 @@ class _StoredStorage(NamedTuple):
     dtype: torch.dtype
 
 
+_INTEGERS = {int}
+
+
 class _Describe:
     """Replaces the torch function that makes a tensor. Has no attributes, because a pickle could change them."""
 
@@ -202,14 +207,15 @@ class _Describe:
     ) -> StoredTensor:
         if metadata or hooks or type(storage) is not _StoredStorage or type(requires_grad) is not bool:
             raise NotPlainPickle("a tensor with properties of its own")
-        for number in (offset, *shape, *strides):
-            if type(number) is not int or number < 0:
-                raise NotPlainPickle("a tensor that is nowhere")
+        numbers = (offset, *shape, *strides)
+        if set(map(type, numbers)) != _INTEGERS or min(numbers) < 0:
+            raise NotPlainPickle("a tensor that is nowhere")
+        shape, strides = tuple(shape), tuple(strides)
         extent, contiguous = _extent(shape, strides)
         key, numel, dtype = storage
         if extent and offset + extent > numel:
             raise NotPlainPickle("a tensor outside of its storage")
-        return StoredTensor(key, dtype, offset, tuple(shape), tuple(strides), extent, contiguous, requires_grad)
+        return StoredTensor(key, dtype, offset, shape, strides, extent, contiguous, requires_grad)
 
 
 class _DescribeParameter:

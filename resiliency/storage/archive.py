@@ -39,12 +39,14 @@ _LARGE = 0xFFFFFFFF  # sizes and offsets from here on stand in a 64-bit extra fi
 _LOCAL, _CENTRAL, _END, _END64, _LOCATOR = 0x04034B50, 0x02014B50, 0x06054B50, 0x06064B50, 0x07064B50
 _LOCAL_HEADER = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL_HEADER = struct.Struct("<IHHHHHHIIIHHHHHII")
+_CENTRAL_FIELDS = struct.Struct("<I6xH12xIHH10xI")  # of a central header: magic, method, size, lengths, offset
 _END_RECORD = struct.Struct("<IHHHHIIH")
 _END64_RECORD = struct.Struct("<IQHHIIQQQQ")
 _LOCATOR_RECORD = struct.Struct("<IIQI")
 _EXTRA64 = struct.Struct("<HHQQ")
 _CENTRAL_EXTRA64 = struct.Struct("<HHQQQ")
 _PADDING = struct.Struct("<HH")
+_SMALL_HEADER = _LOCAL_HEADER.size + _PADDING.size  # the least header, without the name
 _PADDING_ID = 0x4246  # "FB", which torch uses too
 _MAX_DIRECTORY = 1 << 30
 
@@ -74,8 +76,13 @@ def entry_at(name: str, at: int, nbytes: int) -> ArchiveEntry:
 
 def data_start(name: str, nbytes: int, at: int) -> int:
     """Offset of the data of an entry whose header is at ``at``."""
-    fixed = _LOCAL_HEADER.size + len(PREFIX) + len(name.encode()) + (_EXTRA64.size if nbytes >= _LARGE else 0)
-    return -(-(at + fixed + _PADDING.size) // ALIGNMENT) * ALIGNMENT
+    return _data_start(len(PREFIX) + len(name.encode()), nbytes, at)
+
+
+def _data_start(name_length: int, nbytes: int, at: int) -> int:
+    """:func:`data_start`, for a name of so many bytes with :data:`PREFIX`."""
+    header = _SMALL_HEADER if nbytes < _LARGE else _SMALL_HEADER + _EXTRA64.size
+    return (at + header + name_length + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 def local_header(entry: ArchiveEntry) -> bytes:
@@ -194,9 +201,8 @@ def _find_directory(read: Callable[[int, int], bytes], nbytes: int) -> tuple[int
 
 
 def _read_central(data: bytes, position: int) -> tuple[ArchiveEntry, int]:
-    fields = _CENTRAL_HEADER.unpack_from(data, position)
-    magic, size, name_length, extra_length, at = fields[0], fields[9], fields[10], fields[11], fields[16]
-    if magic != _CENTRAL or fields[4] != 0:
+    magic, method, size, name_length, extra_length, at = _CENTRAL_FIELDS.unpack_from(data, position)
+    if magic != _CENTRAL or method != 0:
         raise ValueError(f"the directory is damaged at its byte {position}")
     position += _CENTRAL_HEADER.size
     name = data[position : position + name_length].decode()
@@ -207,4 +213,5 @@ def _read_central(data: bytes, position: int) -> tuple[ArchiveEntry, int]:
         tag, _, _, size, at = _CENTRAL_EXTRA64.unpack_from(data, position)
         if tag != 1:
             raise ValueError(f"entry {name!r} has an unknown extra field")
-    return entry_at(name.removeprefix(PREFIX), at, size), position + extra_length
+    start = _data_start(name_length, size, at)
+    return ArchiveEntry(name[len(PREFIX) :], at, size, start, start + size), position + extra_length

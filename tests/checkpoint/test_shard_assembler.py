@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from resiliency.checkpoint import shard_assembler, shard_plan, stored_state
 from resiliency.checkpoint.read_plan import ReadPlanner, plan_into, plan_new
-from resiliency.checkpoint.shard_assembler import ShardAssembler, _ByteRange, _read_block
+from resiliency.checkpoint.shard_assembler import ShardAssembler, _by_block, _ByteRange, _read_block
 from resiliency.checkpoint.shard_reader import ShardReader, shard_reader
 from resiliency.errors import CorruptShard
 from resiliency.state.unpickle import unpickle
@@ -97,11 +97,7 @@ def test_segments_of_any_place_and_overlap_are_read_right(
         patch.setattr(shard_assembler, "_STRIDE", stride)
         patch.setattr(shard_assembler, "_MAX_TARGETS", most_targets)
         patch.setattr(os, "preadv", read_some)
-        for block in range(-(-NBYTES // BLOCK)):
-            begin, end = reader.record.blocks.bounds(block)
-            inside = [
-                s for s in sorted(segments, key=lambda s: s.start) if s.start < end and s.start + s.nbytes > begin
-            ]
+        for block, inside in _by_block(record.blocks, segments, [(0, NBYTES)]):
             assert _read_block(reader, block, inside)
     reader.close()
     for (start, _), target in zip(cuts, targets, strict=True):
