@@ -27,7 +27,9 @@ from resiliency.agent._start import start_agent
 from resiliency.agent.config import AgentConfig, embedded_address, held
 from resiliency.agent.core import HostAgent
 from resiliency.agent.messages import (
+    Committed,
     Delete,
+    Durable,
     Failed,
     FileReady,
     Flush,
@@ -36,6 +38,7 @@ from resiliency.agent.messages import (
     Hello,
     Message,
     Notice,
+    Reached,
     Recorded,
     Refused,
     Request,
@@ -112,6 +115,7 @@ class AgentClient:
         self._deletes: deque[Delete] = deque(maxlen=64)
         self._given_up: deque[GiveUp] = deque(maxlen=16)
         self._loaded: Rescan | None = None
+        self._reached: dict[str, Reached] = {}  # by tier
         self._socket: socket.socket | None = None
         self._framer = Framer()  # belongs to this connection
         self._embedded: HostAgent | None = None
@@ -193,7 +197,10 @@ class AgentClient:
         connection = self._dial() or self._start_and_dial()
         try:
             connection.settimeout(_LOOK_S)
-            connection.sendall(pack(Hello(version=PROTOCOL_VERSION, rank=self.rank, config=self.config)))
+            with self._lock:
+                reached = tuple(self._reached.values())
+            hello = Hello(version=PROTOCOL_VERSION, rank=self.rank, config=self.config, reached=reached)
+            connection.sendall(pack(hello))
             framer = Framer()
             answer, *notices = self._hello_answer(connection, framer)
             if isinstance(answer, Refused):
@@ -327,6 +334,7 @@ class AgentClient:
             only_agent=lambda: config.local_ranks == (self.rank,),
             # An agent process that still serves the other ranks, or hangs, may be appending to the newest step.
             may_finish=lambda: config.local_ranks == (self.rank,) or not held([config.address]),
+            reached=tuple(self._reached.values()),
         )
         try:
             agent.start()
@@ -499,6 +507,10 @@ class AgentClient:
                 return
             if isinstance(message, (Recorded, Failed)):
                 self._unacknowledged.pop(message.id, None)
+            if isinstance(message, (Committed, Durable)):
+                before = self._reached.get(message.tier)
+                if before is None or before.id < message.id:
+                    self._reached[message.tier] = Reached(tier=message.tier, id=message.id)
             if isinstance(message, Flushed):
                 self._flushed[message.ticket] = message.done
             elif isinstance(message, FileReady) and self._take_file is not None:

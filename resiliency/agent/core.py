@@ -14,7 +14,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from resiliency import faultpoints
@@ -39,7 +39,19 @@ from resiliency.agent.file_pool import FilePool
 from resiliency.agent.join import cut_back, join_shards
 from resiliency.agent.local_pruner import LocalPruner
 from resiliency.agent.local_steps import LocalStep, LocalSteps
-from resiliency.agent.messages import Bye, Complete, Delete, GiveUp, Prepare, Recorded, Request, Rescan, Seal, Trace
+from resiliency.agent.messages import (
+    Bye,
+    Complete,
+    Delete,
+    GiveUp,
+    Prepare,
+    Reached,
+    Recorded,
+    Request,
+    Rescan,
+    Seal,
+    Trace,
+)
 from resiliency.agent.uploader import Uploader, UploadOutcome
 from resiliency.errors import AgentError, CorruptShard, TierError
 from resiliency.events import EventKind, EventWriter
@@ -84,6 +96,8 @@ class HostAgent:
         only_agent: returns True while no other agent of this host works in the same folder. Called before each effect
             that relies on it.
         may_finish: returns whether this agent may finish what an earlier agent has left of the newest step.
+        reached: what an earlier agent of the attempt has told a rank of this host. These steps have been given their
+            names, and what of them is missing now, somebody has deleted.
 
     Threads: :meth:`handle` from any; the work is done on own threads, all named ``resiliency-agent-*``.
     """
@@ -96,6 +110,7 @@ class HostAgent:
         *,
         only_agent: Callable[[], bool] = lambda: True,
         may_finish: Callable[[], bool] = lambda: True,
+        reached: Sequence[Reached] = (),
     ) -> None:
         self.config = config
         self._only_agent, self._may_finish = only_agent, may_finish
@@ -113,8 +128,11 @@ class HostAgent:
         self._steps = LocalSteps()
         self._commits = Worker("resiliency-agent-commit")
         self._syncs = Worker("resiliency-agent-sync")
+        newest = {one.tier: one.id for one in reached}
+        self._named = newest.get(config.local.name)  # the newest step known to have its names on the local tier
         self._uploaders = [
-            Uploader(config, spec, self._path, self._uploaded, self._report, self._fence) for spec in config.remotes
+            Uploader(config, spec, self._path, self._uploaded, self._report, self._fence, named=newest.get(spec.name))
+            for spec in config.remotes
         ]
         self._finished: set[int] = set()
         self._left: set[int] = set()
@@ -147,10 +165,11 @@ class HostAgent:
             restore_folders(self._tier, self.config.run)
         except OSError as error:
             logger.warning("cannot find out which files are checkpoints of run %r: %s", self.config.run, error)
-        self._rescan(finish=True)
-        self._syncs.submit(self._delete_partial_files)
+        fresh = self._list_steps(finish=True)
         for uploader in self._uploaders:
-            self._resume_upload(uploader)
+            self._resume_upload(uploader)  # before anything is synced: after that, steps not to be sent are pruned
+        self._sync_again(fresh)
+        self._syncs.submit(self._delete_partial_files)
 
     def _resume_upload(self, uploader: Uploader) -> None:
         committed = self._steps.select(lambda step: step.committed is not None)
@@ -228,7 +247,15 @@ class HostAgent:
     def _is_of_this_attempt(self, step: StepId) -> bool:
         return step.of_attempt(self.config.attempt, self.config.token)
 
-    def _rescan(self, *, finish: bool = False) -> None:
+    def _rescan(self) -> None:
+        self._sync_again(self._list_steps(finish=False))
+
+    def _list_steps(self, *, finish: bool) -> list[LocalStep]:
+        """Lists the local tier, and returns the committed steps that were not known before.
+
+        Args:
+            finish: finish what an earlier agent has left of the newest step.
+        """
         listings = scan(self._tier, self.config.run)
         may_finish = self._may_finish()
         # Where a host has several agents, the first one does it: a longer file must be cut before its manifest is
@@ -242,9 +269,12 @@ class HostAgent:
             self._find_commits_of_others()
         if finish:
             self._finish_newest(may_commit=may_finish)
-        for step in fresh:
-            # The agent that committed the step may have been killed before fsync, and deleting older steps waits for
-            # one.
+        return fresh
+
+    def _sync_again(self, steps: Sequence[LocalStep]) -> None:
+        """Queues fsyncs of steps whose agent may have been killed before it, because deleting older steps waits for
+        one."""
+        for step in steps:
             self._syncs.submit(partial(self._sync, step))
 
     def _finish_newest(self, *, may_commit: bool) -> None:
@@ -261,8 +291,9 @@ class HostAgent:
             return
         try:
             if os.path.lexists(self._path(step.id, MANIFEST)):
-                # Names of an earlier attempt's step are not restored: somebody may have deleted them.
-                missing = missing_names(self._tier, found) if self._is_of_this_attempt(step.id) else []
+                # Names that it has had, or may have had in an earlier attempt, are not given again: they were deleted.
+                had = not self._is_of_this_attempt(step.id) or (self._named is not None and step.id <= self._named)
+                missing = [] if had else missing_names(self._tier, found)
                 refused = write_names(self._tier, found, missing, self._fence) if missing else {}
             elif may_commit:
                 found, refused = self._write_commit(found)

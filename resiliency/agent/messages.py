@@ -48,6 +48,15 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reached:
+    """The newest save of which a rank has been notified that it is committed on the local tier, or durable on another
+    one: then it has been given its names there."""
+
+    tier: str
+    id: StepId
+
+
+@dataclass(frozen=True, kw_only=True)
 class Hello:
     """A rank has connected; the first message of a connection.
 
@@ -55,11 +64,13 @@ class Hello:
         version: the rank's protocol version.
         rank: global rank.
         config: of its attempt; equal on all ranks of the host. None when the rank has another protocol version.
+        reached: what an earlier agent has told the rank, for each tier.
     """
 
     version: int
     rank: int
     config: AgentConfig | None
+    reached: tuple[Reached, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from typing import Any
 from resiliency.agent._fence import Fence
 from resiliency.agent._reporter import Reporter
 from resiliency.agent._worker import Worker
+from resiliency.agent.commit_watch import CommitWatch
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.remote_pruner import RemotePruner
 from resiliency.agent.step_sender import finish_step, read_sent, send_step
@@ -46,7 +47,8 @@ class UploadOutcome(str, Enum):
 
     #: The step is committed on the tier.
     DURABLE = "durable"
-    #: This host's part is on the tier and another host will commit the step, or the step was committed before.
+    #: This host's part is on the tier and another host will commit the step, which :class:`CommitWatch` looks for; or
+    #: the step was committed before.
     PARTIAL = "partial"
     #: The tier failed; the upload is retried.
     RETRYING = "retrying"
@@ -84,6 +86,7 @@ class Uploader:
         report: called with each outcome.
         reporter: writes the events.
         fence: of this attempt.
+        named: the newest step known to have had its names on the tier.
     """
 
     def __init__(
@@ -94,8 +97,11 @@ class Uploader:
         report: Report,
         reporter: Reporter,
         fence: Fence,
+        *,
+        named: StepId | None = None,
     ) -> None:
         self.spec = spec
+        self._named = named
         self._fence = fence
         self._config = config
         self._path = path
@@ -109,10 +115,11 @@ class Uploader:
         self._down_since: float | None = None
         self._sent: StepId | None = None  # the last step that this attempt has committed on the tier
         self._pruner = RemotePruner(config, spec, reporter, fence)
+        self._others = CommitWatch(config.run, spec, self._open, reporter)
 
     @property
     def idle(self) -> bool:
-        """True when nothing is queued or being sent."""
+        """True when nothing is queued or being sent. Other hosts may still be sending their parts."""
         return self._worker.idle
 
     def wait_idle(self, deadline: float) -> bool:
@@ -125,6 +132,7 @@ class Uploader:
         with self._lock:
             self._lock.notify_all()  # ends the pause before the next try
         self._worker.close()
+        self._others.close()
         close = getattr(self._tier, "close", None)
         if close is not None:
             close()
@@ -262,7 +270,8 @@ class Uploader:
         if not sent.id.of_attempt(self._config.attempt, self._config.token):
             self._report(self.spec, sent.id, UploadOutcome.PARTIAL, "")
             return
-        finish_step(tier, sent, fence=self._fence, refused=self._refused(sent.id))
+        if self._named is None or self._named < sent.id:
+            finish_step(tier, sent, fence=self._fence, refused=self._refused(sent.id))
         self._report_up()
         self._report(self.spec, sent.id, UploadOutcome.DURABLE, "")
         with self._lock:
@@ -307,6 +316,8 @@ class Uploader:
             nbytes = sum(record.nbytes for record in records)
             self._reporter.log_reached(step, Stage.DURABLE, self.spec.name, duration_s=duration_s, nbytes=nbytes)
         self._report(self.spec, step, UploadOutcome.DURABLE if committed else UploadOutcome.PARTIAL, "")
+        if not committed:
+            self._others.add(step)
 
     def _give_up(self, step: StepId, reason: str) -> None:
         self._reporter.log_failed(step, Stage.DURABLE, self.spec.name, reason, will_retry=False)

@@ -559,9 +559,13 @@ class Checkpointer:
             tier: for DURABLE: only this tier ("local", or the name of a remote one).
 
         Returns:
-            False when ``timeout`` passed first, or when other ranks did not record their shards within 30 s after this
-            one (they exited). A save that one of them has given up is not waited for.
+            False when ``timeout`` passed first, or when other ranks did not record their shards, or other hosts did not
+            send them to a remote tier, within 30 s after this one (they exited). A save that one of them has given up
+            is not waited for.
         """
+        return self._flush(stage, tier, timeout, others_s=_OTHERS_S)
+
+    def _flush(self, stage: Stage, tier: str | None, timeout: timedelta, *, others_s: float) -> bool:
         checked_stage(stage)
         known = [LOCAL, *(remote.name for remote in self._remotes)]
         if tier is not None and tier not in known:
@@ -575,19 +579,23 @@ class Checkpointer:
         # After the last copy, the end of the file is written and the agent gets its message.
         if not parts.copier.wait_idle(timeout.total_seconds()):
             return False
-        done = client.flush(stage, tier=tier, timeout_s=max(0.0, deadline - time.monotonic()))
-        saves.process_messages()
+
+        def flushed() -> bool:
+            done = client.flush(stage, tier=tier, timeout_s=max(0.0, deadline - time.monotonic()))
+            saves.process_messages()
+            return done
+
+        done = flushed()
         if stage in (Stage.COPIED, Stage.RECORDED):
             return done
-        others = min(deadline, time.monotonic() + _OTHERS_S)
-        while saves.waits_for_others and done:
+        others = min(deadline, time.monotonic() + others_s)
+        while done and saves.waits_for_others(stage, tier):
             left = others - time.monotonic()
             if left <= 0:
                 return False
             saves.wait(left)
-            if not saves.waits_for_others:
-                done = client.flush(stage, tier=tier, timeout_s=max(0.0, deadline - time.monotonic()))
-        saves.process_messages()
+            if not saves.waits_for_others(stage, tier):
+                done = flushed()
         return done
 
     def _wait(self, ticket: Ticket, stage: Stage, tier: str | None, timeout_s: float) -> None:
@@ -623,7 +631,9 @@ class Checkpointer:
         done = not flush
         try:
             if flush:
-                done = self.flush(Stage.DURABLE, timeout=timeout)
+                # When this rank fails, the others may be gone already.
+                others_s = _OTHERS_S if reason == "finished" else _FAILED_S
+                done = self._flush(Stage.DURABLE, None, timeout, others_s=others_s)
             else:
                 self.fence()
             if not done:

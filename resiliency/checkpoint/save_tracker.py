@@ -81,6 +81,7 @@ class SaveTracker:
         self._tickets: dict[StepId, Ticket] = {}
         self._serials: dict[int, int] = {}
         self._uncounted: set[StepId] = set()
+        self._hears_others = True  # until the store that counts does not answer any more
         self._asks = session.client.config.shared and not self._counted and coordinator.world_size > 1
         self._awaited: dict[StepId, float] = {}  # not committed yet -> monotonic seconds when to ask next
         self._outcomes: list[Outcome] = []
@@ -175,10 +176,30 @@ class SaveTracker:
 
     # -- messages of the agent ------------------------------------------------------------------------------------
 
-    @property
-    def waits_for_others(self) -> bool:
-        """True while a save waits for records of other agents' ranks, for which the shared counter must be read."""
-        return bool(self._uncounted)
+    def waits_for_others(self, stage: Stage, tier: str | None) -> bool:
+        """True while the parts of other ranks are missing, without which what this rank has saved does not reach a
+        stage: COMMITTED on the local tier, or DURABLE also on a remote one.
+
+        Args:
+            tier: for DURABLE: looks only at this tier; None: all.
+        """
+        if self._uncounted or (self._hears_others and self._newest_waits(LOCAL, Stage.RECORDED, Stage.COMMITTED)):
+            return True
+        remotes = {name for ticket in self._tickets.values() for name in ticket.tiers} - {LOCAL}
+        return stage is Stage.DURABLE and any(
+            self._newest_waits(name, Stage.COMMITTED, Stage.DURABLE) for name in remotes if tier in (None, name)
+        )
+
+    def _newest_waits(self, tier: str, reached: Stage, wanted: Stage) -> bool:
+        """True when the newest save for a tier that has reached one stage on the local tier has not reached another one
+        on that tier. Of older ones nothing more is heard: a rank failed there, or they gave way."""
+        there = [
+            ticket
+            for ticket in self._tickets.values()
+            if tier in (LOCAL, *ticket.tiers) and ticket.failed is None and ticket.has_reached(reached)
+        ]
+        newest = max(there, key=lambda ticket: ticket.id, default=None)
+        return newest is not None and not newest.has_reached(wanted, tier=tier) and tier not in newest.given_up
 
     def process_messages(self) -> None:
         """Handles all messages received from the agent, and the failure of a copy. Blocks: no, but for requests to the
@@ -228,6 +249,7 @@ class SaveTracker:
                 self._rank,
                 error,
             )
+            self._hears_others = False
             waiting, self._uncounted = self._uncounted, set()
             if self._session.client.config.shared:
                 # In a shared folder the agent itself sees which steps have all records.
@@ -290,6 +312,8 @@ class SaveTracker:
         ticket = self._tickets.get(step)
         if ticket is None:
             return
+        if tier == LOCAL and ticket.failed is not None and not ticket.has_reached(Stage.COMMITTED):
+            return  # a later agent has found the files of a save that failed before it had its names
         if tier == LOCAL:
             # Older saves that are still incomplete will never be committed, because a rank failed there.
             self._awaited = {other: due for other, due in self._awaited.items() if other > step}

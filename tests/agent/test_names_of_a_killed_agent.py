@@ -18,6 +18,7 @@ from resiliency import faultpoints
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.core import HostAgent
 from resiliency.agent.messages import Committed, Complete, Durable, Failed, NameRefused, Notice, Recorded
+from resiliency.agent.uploader import Uploader
 from resiliency.checkpoint.checkpointer import CheckpointerOptions
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
@@ -125,14 +126,77 @@ def test_an_agent_is_killed_while_a_store_is_slower_than_the_saves(
             tickets.append(checkpointer.save(step, make_state(step), names=[f"{step}.ckpt"]))
             assert tickets[-1] is not None
             tickets[-1].wait(Stage.DURABLE, tier="local", timeout=SOON)
-        (agent,) = [child for child in psutil.Process().children(True) if "resiliency.agent" in child.cmdline()]
         assert list((tmp_path / "store").rglob("manifest.json")) and not (tmp_path / "store" / "1.ckpt").exists()
-        agent.kill()
+        the_agent().kill()
         for ticket in (tickets[0], tickets[2]):
             ticket.wait(Stage.DURABLE, tier="store", timeout=SOON)
         with pytest.raises(ResiliencyError, match="only the newest step waits for it"):
             tickets[1].wait(Stage.DURABLE, tier="store", timeout=SOON)
     assert [step_at(tmp_path / "store" / f"{step}.ckpt") for step in (1, 2, 3)] == [1, None, 3]
+
+
+def the_agent() -> psutil.Process:
+    (agent,) = [child for child in psutil.Process().children(True) if "resiliency.agent" in child.cmdline()]
+    return agent
+
+
+@pytest.mark.kill
+def test_names_that_were_deleted_or_taken_since_are_left_alone_by_the_next_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both tiers: the step was reported with its names, so there is nothing to finish."""
+    faultpoints.arm("")
+    places = [tmp_path / "local", tmp_path / "store"]
+    with make_checkpointer(
+        LocalTierOptions(directory=str(places[0])),
+        remotes=[RemoteTierOptions(address=str(places[1]), name="store")],
+        options=CheckpointerOptions(agent="process", drain_timeout=timedelta(seconds=10)),
+    ) as checkpointer:
+        for step, names in ((1, ["last.ckpt", "1.ckpt", "mine.ckpt"]), (2, ["last.ckpt"])):
+            ticket = checkpointer.save(step, make_state(step), names=names)
+            assert ticket is not None
+            ticket.wait(Stage.DURABLE, tier="store", timeout=SOON)
+            if step == 1:
+                for place in places:
+                    (place / "1.ckpt").unlink()
+                    (place / "mine.ckpt").unlink()
+                    (place / "mine.ckpt").write_bytes(b"the user's own file")
+                agent = the_agent()
+                agent.kill()
+                agent.wait(10)
+        for place in places:
+            assert not (place / "1.ckpt").exists()
+            assert (place / "mine.ckpt").read_bytes() == b"the user's own file"
+            assert step_at(place / "last.ckpt") == 2
+
+
+@pytest.mark.kill
+def test_a_save_that_failed_at_its_names_stays_failed_at_the_next_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faultpoints.arm("")
+    monkeypatch.setenv("RESILIENCY_FAULTS", "agent.name.write:error@1")
+    with make_checkpointer(
+        tmp_path / "local", options=CheckpointerOptions(agent="process", drain_timeout=timedelta(seconds=10))
+    ) as checkpointer:
+        monkeypatch.delenv("RESILIENCY_FAULTS")
+        tickets = []
+        for step in (1, 2, 3):
+            ticket = checkpointer.save(step, make_state(step), names=[f"{step}.ckpt"])
+            assert ticket is not None
+            tickets.append(ticket)
+            if step == 1:
+                with pytest.raises(ResiliencyError, match="cannot commit"):
+                    ticket.wait(Stage.COMMITTED, timeout=SOON)
+            else:
+                ticket.wait(Stage.DURABLE, timeout=SOON)
+            if step == 2:
+                the_agent().kill()
+        with pytest.raises(ResiliencyError, match="cannot commit"):
+            tickets[0].wait(Stage.COMMITTED, timeout=SOON)
+        reached = {(outcome.id.step, outcome.stage) for outcome in checkpointer.poll() if outcome.stage is not None}
+        assert (3, Stage.DURABLE) in reached and not [entry for entry in reached if entry[0] == 1]
+    assert step_at(tmp_path / "local" / "1.ckpt") is None
 
 
 def test_a_load_right_after_a_save_hides_no_commit_of_another_agent(tmp_path: Path) -> None:
@@ -357,3 +421,26 @@ def test_a_name_that_is_in_its_place_is_not_given_again(tmp_path: Path, start: S
     assert [(found.st_ino, found.st_ctime_ns) for found in after] == [
         (found.st_ino, found.st_ctime_ns) for found in before
     ]
+
+
+def test_a_step_to_be_sent_is_not_pruned_while_the_agent_starts(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the agent takes between its listing and the uploads."""
+    config = config_for(tmp_path / "local")
+    first, _ = start(config)  # as one that was killed before it could send
+    for step in range(1, 6):
+        commit(first, step, names=(), tiers=("store",) if step == 4 else ())
+    resume = HostAgent._resume_upload
+
+    def resume_late(agent: HostAgent, uploader: Uploader) -> None:
+        assert agent.wait(Stage.DURABLE, tier="local", timeout_s=20)
+        resume(agent, uploader)
+
+    monkeypatch.setattr(HostAgent, "_resume_upload", resume_late)
+    remotes = (TierSpec(address=str(tmp_path / "store"), name="store", keep=3),)
+    local = dataclasses.replace(config.local, keep=1)
+    agent, heard = start(dataclasses.replace(config, local=local, remotes=remotes))
+    settle(agent)
+    assert Durable(id=step_of(config, 4), tier="store") in heard
+    assert [step for step in range(1, 6) if shard_path(config, step).exists()] == [5], "the others are pruned"
