@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
@@ -34,6 +35,13 @@ def descendant_pids(pid: int) -> list[int]:
     for each in found:
         found += child_pids(str(each))
     return found
+
+
+def described(process: psutil.Process) -> str:
+    """A process with its command, parent and status."""
+    with contextlib.suppress(psutil.Error):
+        return f"{process.pid} of {process.ppid()}, {process.status()}: {' '.join(process.cmdline())}"
+    return f"{process.pid}, ended meanwhile"
 
 
 def wait_ended(processes: Iterable[psutil.Process], *, timeout_s: float) -> list[psutil.Process]:

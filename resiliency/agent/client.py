@@ -197,9 +197,7 @@ class AgentClient:
         connection = self._dial() or self._start_and_dial()
         try:
             connection.settimeout(_LOOK_S)
-            with self._lock:
-                reached = tuple(self._reached.values())
-            hello = Hello(version=PROTOCOL_VERSION, rank=self.rank, config=self.config, reached=reached)
+            hello = Hello(version=PROTOCOL_VERSION, rank=self.rank, config=self.config, reached=self._told())
             connection.sendall(pack(hello))
             framer = Framer()
             answer, *notices = self._hello_answer(connection, framer)
@@ -317,6 +315,11 @@ class AgentClient:
             _still_running.append(self._process)  # it was lost a moment ago, and is still ending
         self._process = None
 
+    def _told(self) -> tuple[Reached, ...]:
+        """What the agents so far have told this rank."""
+        with self._lock:
+            return tuple(self._reached.values())
+
     def _embed(self) -> None:
         config = self.config
         own_config = dataclasses.replace(config, local_ranks=(self.rank,))
@@ -334,7 +337,7 @@ class AgentClient:
             only_agent=lambda: config.local_ranks == (self.rank,),
             # An agent process that still serves the other ranks, or hangs, may be appending to the newest step.
             may_finish=lambda: config.local_ranks == (self.rank,) or not held([config.address]),
-            reached=tuple(self._reached.values()),
+            reached=self._told(),
         )
         try:
             agent.start()

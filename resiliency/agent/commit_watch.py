@@ -50,6 +50,7 @@ class CommitWatch:
         self._worker = Worker(f"resiliency-agent-watch-{spec.name}")
         self._lock = threading.Condition()
         self._steps: dict[StepId, float | None] = {}  # step -> monotonic seconds when its manifest was first seen
+        self._newest: StepId | None = None  # the newest step known to be committed on the tier
         self._pause = _FIRST_PAUSE_S
         self._closing = False
 
@@ -60,6 +61,12 @@ class CommitWatch:
             self._pause = _FIRST_PAUSE_S
             self._lock.notify_all()
         self._worker.submit(self._watch)
+
+    def committed(self, step: StepId) -> None:
+        """Tells that a step is committed on the tier: of older ones, those that are not will not be."""
+        with self._lock:
+            self._newest = step if self._newest is None else max(self._newest, step)
+            self._lock.notify_all()
 
     def close(self) -> None:
         """Ends the thread. Blocks: up to 5 s for a running call to the tier."""
@@ -84,15 +91,17 @@ class CommitWatch:
                     return
 
     def _look(self, steps: list[StepId]) -> None:
-        """Looks once for each step, the newest first: what is then older will not be committed any more, because each
-        host sends its steps in order."""
-        newest: StepId | None = None
+        """Looks once for each step, the newest first: what is older than a committed one will not be committed any
+        more, because each host sends its steps in order."""
         for step in steps:
             sent = read_sent(self._open(), self._run, step)
-            if sent is not None and (newest is not None or self._has_names(sent)):
-                newest = newest or step
+            with self._lock:
+                newest = self._newest
+            overtaken = newest is not None and step < newest
+            if sent is not None and (overtaken or self._has_names(sent)):
+                self.committed(step)
                 self._reporter.notify_reached(step, Stage.DURABLE, self._spec.name)
-            elif sent is None and newest is not None:
+            elif sent is None and newest is not None and overtaken:
                 reason = (
                     f"step {newest.step} is on {self._spec.address} instead; another host did not send its part of step"
                     f" {step.step}, or the step was deleted there"

@@ -220,8 +220,7 @@ class AgentServer:
         self._agent = None
         # A rank that has lost agents too often does its agent's work itself, while this agent serves the other ranks.
         own = [embedded_address(config.address, rank) for rank in config.local_ranks if len(config.local_ranks) > 1]
-        only_agent = lambda: not (own and held(own))  # noqa: E731
-        agent = HostAgent(config, self._send, events, only_agent=only_agent, reached=reached)
+        agent = HostAgent(config, self._send, events, only_agent=lambda: not (own and held(own)), reached=reached)
         try:
             agent.start()
         except BaseException:

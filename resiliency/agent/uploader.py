@@ -127,7 +127,7 @@ class Uploader:
         return self._worker.wait_idle(deadline)
 
     def close(self) -> None:
-        """Stops retrying and ends the thread. Blocks: up to 5 s for a running call to the tier."""
+        """Stops retrying and ends the threads. Blocks: up to 5 s for a running call to the tier on each of the two."""
         self._closing.set()
         with self._lock:
             self._lock.notify_all()  # ends the pause before the next try
@@ -316,7 +316,9 @@ class Uploader:
             nbytes = sum(record.nbytes for record in records)
             self._reporter.log_reached(step, Stage.DURABLE, self.spec.name, duration_s=duration_s, nbytes=nbytes)
         self._report(self.spec, step, UploadOutcome.DURABLE if committed else UploadOutcome.PARTIAL, "")
-        if not committed:
+        if committed:
+            self._others.committed(step)
+        else:
             self._others.add(step)
 
     def _give_up(self, step: StepId, reason: str) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -206,6 +207,39 @@ def test_of_several_steps_the_newest_decides_which_will_not_come(
     lost = said[watched.id(2)]
     assert isinstance(lost, Failed) and lost.gave_way and not lost.retrying
     assert "step 3 is on store instead; another host did not send its part of step 2" in lost.reason
+
+
+def test_steps_that_a_later_commit_of_this_host_has_overtaken_are_waited_for_no_longer(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This host sent the last part of the later one, so that it is not looked for. It has their names, too."""
+    monkeypatch.setattr(commit_watch, "missing_names", lambda tier, manifest: ["last.ckpt"])
+    monkeypatch.setattr(commit_watch, "_NAMES_S", 300.0)
+    watched.add(1, 2)
+    watched.commit(1)
+    watched.watch.committed(watched.id(3))
+    watched.wait(2)
+    assert [type(message) for message in sorted(watched.heard, key=lambda message: message.id)] == [Durable, Failed]
+
+
+def test_an_agent_tells_its_watch_of_its_own_commits(tmp_path: Path, start: Start) -> None:
+    """The other host has left out the first step; of the second one its part is there first."""
+    remotes = (dataclasses.replace(SPEC, address=str(tmp_path / "store")),)
+    (a, heard), (b, _) = (
+        start(config_for(tmp_path / node, node=node, world_size=2, local_ranks=(rank,), shared=False, remotes=remotes))
+        for rank, node in enumerate("ab")
+    )
+    for agent, step in ((a, 1), (b, 2), (a, 2)):
+        (rank,) = agent.config.local_ranks
+        seal = seal_of(agent.config, step, write_shard(agent.config, step, rank), tiers=("store",))
+        agent.handle(rank, seal)
+        agent.handle(rank, Complete(id=seal.id))
+        assert agent.wait(Stage.DURABLE, timeout_s=20)
+    deadline = time.monotonic() + 20
+    while len(there := [message for message in heard if getattr(message, "tier", "") == "store"]) < 2:
+        assert time.monotonic() < deadline, there
+        threading.Event().wait(0.01)
+    assert {(message.id.step, type(message)) for message in there} == {(1, Failed), (2, Durable)}
 
 
 def test_steps_are_waited_for_while_none_is_committed(watched: Watched) -> None:

@@ -18,7 +18,7 @@ import psutil
 from resiliency.cli.main import main
 from resiliency.testing.zygote import WorkerProcess, Zygote
 from tests.launch.forked_commands import prepare_commands
-from tests.processes import descendant_pids, wait_ended
+from tests.processes import descendant_pids, described, wait_ended
 
 __all__ = ["ROOT", "Job", "run_launcher", "wait_for"]
 
@@ -94,9 +94,9 @@ class Job:
                 found.append(self._seen[pid])
         return found
 
-    def left(self, timeout_s: float = 10) -> list[psutil.Process]:
-        """What still runs of all that was seen, after a wait for its end."""
-        return wait_ended(self._seen.values(), timeout_s=timeout_s)
+    def left(self, timeout_s: float = 10) -> list[str]:
+        """What still runs of all that was seen, after a wait for its end: in words, for the assertion."""
+        return [described(process) for process in wait_ended(self._seen.values(), timeout_s=timeout_s)]
 
     def close(self) -> None:
         self.descendants()
