@@ -66,11 +66,12 @@ def main():
             monitor = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
                 monitor.connect("\0" + name)
+                # A monitor that is being killed may close its connections before it closes the socket that listens.
+                send(monitor, standing)
             except OSError:
                 monitor.close()
                 monitor = None
             else:
-                send(monitor, standing)
                 tell(event="connected")
         readable, _, _ = select.select([to_test, *filter(None, [monitor])], [], [], 0.02 if monitor is None else None)
         if to_test in readable:
