@@ -16,6 +16,7 @@ from resiliency.agent.file_pool import FilePool
 from resiliency.errors import AgentError
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.deletion import delete_step
+from resiliency.storage.manifest import COMMIT_MARK
 from resiliency.storage.names import delete_names
 from resiliency.storage.single_files import remove_run_folder
 from resiliency.storage.step_id import StepId
@@ -55,13 +56,14 @@ class Remover:
             OSError, TierError: a file cannot be removed; calling again continues from there.
         """
         folder = self._tier.location(step_prefix(self._config.run, step).rstrip("/"))
-        found = {name: rank for name in _listing(folder) if (rank := _rank_of(name)) is not None}
+        files = _listing(folder)
+        found = {name: rank for name in files if (rank := _rank_of(name)) is not None}
         owned = {name: rank for name, rank in found.items() if all_ranks or self.owns(rank)}
         delete_step(
             self._tier,
             self._config.run,
             step,
-            files=owned,
+            files=[*owned, *(name for name in files if name == COMMIT_MARK)],
             names=names,
             remove_shard=lambda name: self._remove(owned[name], os.path.join(folder, name)),
             before_each=self._fence.check,

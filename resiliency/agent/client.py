@@ -28,6 +28,7 @@ from resiliency.agent.config import AgentConfig, embedded_address, held
 from resiliency.agent.core import HostAgent
 from resiliency.agent.messages import (
     Committed,
+    Complete,
     Delete,
     Durable,
     Failed,
@@ -112,10 +113,12 @@ class AgentClient:
         self._traces: dict[StepId, Callable[[Notice], None]] = {}
         # The following are sent again to the next agent when this one dies; an agent may get any of them twice.
         self._unacknowledged: dict[StepId, Seal] = {}  # until recorded or failed
+        self._completes: dict[StepId, Complete] = {}  # until committed or failed
         self._deletes: deque[Delete] = deque(maxlen=64)
         self._given_up: deque[GiveUp] = deque(maxlen=16)
         self._loaded: Rescan | None = None
         self._reached: dict[str, Reached] = {}  # by tier
+        self._failed: deque[StepId] = deque(maxlen=16)
         self._socket: socket.socket | None = None
         self._framer = Framer()  # belongs to this connection
         self._embedded: HostAgent | None = None
@@ -197,7 +200,8 @@ class AgentClient:
         connection = self._dial() or self._start_and_dial()
         try:
             connection.settimeout(_LOOK_S)
-            hello = Hello(version=PROTOCOL_VERSION, rank=self.rank, config=self.config, reached=self._told())
+            reached, failed = self._told()
+            hello = Hello(version=PROTOCOL_VERSION, rank=self.rank, config=self.config, reached=reached, failed=failed)
             connection.sendall(pack(hello))
             framer = Framer()
             answer, *notices = self._hello_answer(connection, framer)
@@ -315,10 +319,10 @@ class AgentClient:
             _still_running.append(self._process)  # it was lost a moment ago, and is still ending
         self._process = None
 
-    def _told(self) -> tuple[Reached, ...]:
-        """What the agents so far have told this rank."""
+    def _told(self) -> tuple[tuple[Reached, ...], tuple[StepId, ...]]:
+        """What the agents so far have told this rank: the stages reached, and the saves that failed."""
         with self._lock:
-            return tuple(self._reached.values())
+            return tuple(self._reached.values()), tuple(self._failed)
 
     def _embed(self) -> None:
         config = self.config
@@ -330,6 +334,7 @@ class AgentClient:
             run=config.run, attempt=config.attempt, rank=-1, host=config.node, sinks=(sink,)
         )
         self._claim_address(own_config)
+        reached, failed = self._told()
         agent = HostAgent(
             own_config,
             lambda _, message: self._deliver(message),
@@ -337,7 +342,8 @@ class AgentClient:
             only_agent=lambda: config.local_ranks == (self.rank,),
             # An agent process that still serves the other ranks, or hangs, may be appending to the newest step.
             may_finish=lambda: config.local_ranks == (self.rank,) or not held([config.address]),
-            reached=self._told(),
+            reached=reached,
+            failed=failed,
         )
         try:
             agent.start()
@@ -408,7 +414,8 @@ class AgentClient:
     def _to_send_again(self) -> list[Request]:
         loaded = [self._loaded] if self._loaded is not None else []  # first: deletions must spare it
         traces = [Trace(id=step) for step in self._traces]
-        return [*loaded, *traces, *self._given_up, *self._unacknowledged.values(), *self._deletes]
+        sealed: list[Request] = [*self._unacknowledged.values(), *self._completes.values()]
+        return [*loaded, *traces, *self._given_up, *sealed, *self._deletes]
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -417,6 +424,8 @@ class AgentClient:
         with self._lock:
             if isinstance(message, Seal):
                 self._unacknowledged[message.id] = message
+            elif isinstance(message, Complete):
+                self._completes[message.id] = message
             elif isinstance(message, Delete):
                 self._deletes.append(message)
             elif isinstance(message, GiveUp):
@@ -510,6 +519,13 @@ class AgentClient:
                 return
             if isinstance(message, (Recorded, Failed)):
                 self._unacknowledged.pop(message.id, None)
+            if isinstance(message, Failed) and message.tier == self.config.local.name:
+                self._completes.pop(message.id, None)
+                newest = self._reached.get(message.tier)
+                if newest is None or newest.id < message.id:  # else it was committed, and its fsync failed
+                    self._failed.append(message.id)
+            elif isinstance(message, Committed):  # those before it were handled in their order
+                self._completes = {step: sent for step, sent in self._completes.items() if step > message.id}
             if isinstance(message, (Committed, Durable)):
                 before = self._reached.get(message.tier)
                 if before is None or before.id < message.id:

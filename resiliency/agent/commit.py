@@ -1,7 +1,7 @@
 """The file operations of a commit: record, manifest, names, fsync. Each can be repeated after a kill.
 
 Order on the local tier: the shard, which the trainer writes into the step's folder; its record; the manifest, once all
-records are there; names. Then, on a durable tier, fsync of all of these.
+records are there, or the mark of one host's part; names. Then, on a durable tier, fsync of all of these.
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ from resiliency.agent.messages import Seal, SealedFile
 from resiliency.errors import AgentError, CorruptShard, TierError
 from resiliency.storage.blocks import Blocks
 from resiliency.storage.catalog import step_prefix
-from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, UnfinishedStep, record_file
+from resiliency.storage.manifest import (
+    COMMIT_MARK,
+    MANIFEST,
+    Manifest,
+    ShardRecord,
+    UnfinishedStep,
+    commit_mark,
+    record_file,
+)
 from resiliency.storage.names import give_names
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
@@ -35,6 +43,7 @@ __all__ = [
     "read_records_of_others",
     "records_of",
     "write_commit",
+    "write_mark",
     "write_names",
     "write_record",
 ]
@@ -138,7 +147,7 @@ def is_in_place(tier: Tier, step: Manifest | UnfinishedStep, ranks: Collection[i
     rank."""
     folder = tier.location(step_prefix(step.run, step.id).rstrip("/"))
     own = [record_file(record.rank) for record in step.shards if record.rank in ranks]
-    return any(os.path.exists(os.path.join(folder, file)) for file in (MANIFEST, *own))
+    return any(os.path.exists(os.path.join(folder, file)) for file in (MANIFEST, COMMIT_MARK, *own))
 
 
 def read_records_of_others(
@@ -175,11 +184,13 @@ def read_records_here(tier: Tier, run: str, step: StepId, records: dict[int, Sha
             records.setdefault(record.rank, record)
 
 
-def write_commit(tier: Tier, step: Manifest | UnfinishedStep, fence: Fence, ranks: Collection[int]) -> dict[str, str]:
-    """Writes the manifest, then the names. For one host's part of a step it writes only the names, because no folder
-    has the whole step.
+def write_commit(
+    tier: Tier, step: Manifest | UnfinishedStep, names: Iterable[str], fence: Fence, ranks: Collection[int]
+) -> dict[str, str]:
+    """Writes the manifest, then the names; for one host's part of a step its mark instead of the manifest.
 
     Args:
+        names: those to give the step.
         ranks: ranks whose part of the step is checked once more. A later attempt that ended in order has removed the
             run's folder, with its attempt number, and a manifest alone would hide the steps that it has left as single
             files.
@@ -197,7 +208,18 @@ def write_commit(tier: Tier, step: Manifest | UnfinishedStep, fence: Fence, rank
     check_in_place(tier, step, ranks)
     if isinstance(step, Manifest):
         tier.put_bytes(step_prefix(step.run, step.id) + MANIFEST, step.to_json().encode())
-    return write_names(tier, step, step.names, fence)
+    else:
+        write_mark(tier, step)
+    return write_names(tier, step, names, fence)
+
+
+def write_mark(tier: Tier, step: UnfinishedStep) -> None:
+    """Marks one host's part of a committed step, so that the next agent knows it for one.
+
+    Raises:
+        TierError: the tier refused.
+    """
+    tier.put_bytes(step_prefix(step.run, step.id) + COMMIT_MARK, commit_mark(step).encode())
 
 
 def write_names(tier: Tier, step: Manifest | UnfinishedStep, names: Iterable[str], fence: Fence) -> dict[str, str]:
@@ -218,7 +240,8 @@ def write_names(tier: Tier, step: Manifest | UnfinishedStep, names: Iterable[str
 
 
 def fsync_step(root: str, folder: str, records: Sequence[ShardRecord]) -> None:
-    """Makes a step durable: fsyncs these shards, their records, the manifest and the folders. Blocks: until done.
+    """Makes a step durable: fsyncs these shards, their records, the manifest or mark, and the folders. Blocks: until
+    done.
 
     Raises:
         OSError: the disk failed.
@@ -227,9 +250,9 @@ def fsync_step(root: str, folder: str, records: Sequence[ShardRecord]) -> None:
     for record in records:
         fsync_file(os.path.join(folder, record.file))
         fsync_file(os.path.join(folder, record_file(record.rank)))
-    manifest = os.path.join(folder, MANIFEST)
-    if os.path.exists(manifest):
-        fsync_file(manifest)
+    for file in (MANIFEST, COMMIT_MARK):
+        if os.path.exists(os.path.join(folder, file)):
+            fsync_file(os.path.join(folder, file))
     for place in (folder, os.path.dirname(folder), root):
         fsync_dir(place)
     faultpoints.hit("agent.durable")

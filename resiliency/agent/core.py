@@ -31,6 +31,7 @@ from resiliency.agent.commit import (
     read_records_of_others,
     records_of,
     write_commit,
+    write_mark,
     write_names,
     write_record,
 )
@@ -65,11 +66,12 @@ from resiliency.storage.manifest import (
     ShardRecord,
     UnfinishedStep,
     gather_records,
+    part_of,
     record_file,
     shard_file,
 )
 from resiliency.storage.meta_folder import move_into_directory
-from resiliency.storage.names import missing_names
+from resiliency.storage.names import is_taken_since, missing_names
 from resiliency.storage.retention import DeleteRequest, Hold
 from resiliency.storage.single_files import drop_folders, restore_folders
 from resiliency.storage.stage import Stage
@@ -98,6 +100,8 @@ class HostAgent:
         may_finish: returns whether this agent may finish what an earlier agent has left of the newest step.
         reached: what an earlier agent of the attempt has told a rank of this host. These steps have been given their
             names, and what of them is missing now, somebody has deleted.
+        failed: the saves of which an earlier agent of the attempt has told that they failed. This attempt does not
+            finish them: a user may have put something else under their names since.
 
     Threads: :meth:`handle` from any; the work is done on own threads, all named ``resiliency-agent-*``.
     """
@@ -111,6 +115,7 @@ class HostAgent:
         only_agent: Callable[[], bool] = lambda: True,
         may_finish: Callable[[], bool] = lambda: True,
         reached: Sequence[Reached] = (),
+        failed: Sequence[StepId] = (),
     ) -> None:
         self.config = config
         self._only_agent, self._may_finish = only_agent, may_finish
@@ -137,7 +142,9 @@ class HostAgent:
         self._finished: set[int] = set()
         self._left: set[int] = set()
         self._failures: dict[StepId, str] = {}  # step -> why a rank could not save it; the newest ones
-        self._commit_failures: dict[StepId, str] = {}  # step that may have a manifest -> why it failed; the newest ones
+        self._told_failed = frozenset(failed)
+        # Step that may have a manifest -> why it failed; the newest ones.
+        self._commit_failures = dict.fromkeys(failed, "an earlier agent could not commit it")
         self._given_up: dict[
             StepId, set[int]
         ] = {}  # of these, those to be deleted -> ranks that no longer write to the step
@@ -172,14 +179,14 @@ class HostAgent:
         self._syncs.submit(self._delete_partial_files)
 
     def _resume_upload(self, uploader: Uploader) -> None:
-        committed = self._steps.select(lambda step: step.committed is not None)
+        committed = self._steps.select(lambda step: step.committed is not None and step.id not in self._commit_failures)
         due = [step for step in committed if _is_due(step, uploader)]
         # What the store lacks of an earlier attempt, other than the newest step, the user may have deleted there.
         if due and due[-1] is not committed[-1]:
             due = [step for step in due if self._is_of_this_attempt(step.id)]
         if not due:
             return
-        older = [step.id for step in due[:-1] if self._is_of_this_attempt(step.id)]
+        older = {step.id: self._sent_records(step) for step in due[:-1] if self._is_of_this_attempt(step.id)}
         for step in older:
             self._steps.pin(step, 1)
         uploader.resume(older, due[-1].id)
@@ -229,6 +236,8 @@ class HostAgent:
             self._files.announce(rank)
             ours = self._steps.select(lambda step: self._is_of_this_attempt(step.id) and step.committed is not None)
             for step in ours:
+                if step.id in self._told_failed and step.id in self._commit_failures:
+                    continue
                 if step.id in self._commit_failures:
                     reason = self._commit_failures[step.id]
                     self._report.notify_failed(step.id, self.config.local.name, reason, ranks=(rank,))
@@ -244,11 +253,39 @@ class HostAgent:
         """True when all ranks of the job are on this host, and no other agent commits what they save."""
         return len(self.config.local_ranks) == self.config.world_size and self._only_agent()
 
+    @property
+    def _in_parts(self) -> bool:
+        """True when the local tier shows only what this host has of a step."""
+        return not self.config.shared and len(self.config.local_ranks) < self.config.world_size
+
     def _is_of_this_attempt(self, step: StepId) -> bool:
         return step.of_attempt(self.config.attempt, self.config.token)
 
-    def _rescan(self) -> None:
-        self._sync_again(self._list_steps(finish=False))
+    def _rescan(self, loaded: StepId | None) -> None:
+        fresh = self._list_steps(finish=False)
+        self._sync_again([*fresh, *self._mark_loaded(loaded)])
+
+    def _mark_loaded(self, loaded: StepId | None) -> list[LocalStep]:
+        """Marks this host's part of the step that the ranks have loaded, which therefore is whole: it has no mark when
+        an agent was killed before that, or when its shards were fetched for the load.
+
+        Returns:
+            The step, if it was not known to be committed.
+        """
+        step = self._steps.get(loaded) if loaded is not None and self._in_parts else None
+        if step is None or step.committed is not None or self._is_of_this_attempt(step.id):
+            return []
+        found = gather_records(step.records.values())
+        if found is None:
+            return []
+        try:
+            self._fence.check()
+            write_mark(self._tier, part_of(found))
+        except (TierError, AgentError) as error:
+            logger.info("step %d, which was loaded, could not be marked as committed: %s", step.id.step, error)
+            return []
+        self._steps.commit(step, part_of(found))
+        return [step]
 
     def _list_steps(self, *, finish: bool) -> list[LocalStep]:
         """Lists the local tier, and returns the committed steps that were not known before.
@@ -264,7 +301,8 @@ class HostAgent:
             for listing in listings:
                 cut_back(self._tier, listing, self._fence)
         # What is saved in this attempt is in progress, once this agent has started.
-        fresh = self._steps.add_listed(listings, keep_open=(lambda _: False) if finish else self._is_of_this_attempt)
+        keep_open = (lambda _: False) if finish else self._is_of_this_attempt
+        fresh = self._steps.add_listed(listings, in_parts=self._in_parts, keep_open=keep_open)
         if not finish and self.config.shared:
             self._find_commits_of_others()
         if finish:
@@ -286,17 +324,18 @@ class HostAgent:
         step = committed[-1]
         found = step.committed
         # In a shared folder all agents of an attempt do the same, whichever of them was killed.
-        ours = self._serves_all or (self.config.shared and self._is_of_this_attempt(step.id))
-        if not ours or not isinstance(found, Manifest):
+        ours = self._serves_all or self._is_of_this_attempt(step.id)
+        if found is None or not ours or step.id in self._commit_failures:
             return
         try:
-            if os.path.lexists(self._path(step.id, MANIFEST)):
+            if isinstance(found, UnfinishedStep) or os.path.lexists(self._path(step.id, MANIFEST)):
                 # Names that it has had, or may have had in an earlier attempt, are not given again: they were deleted.
                 had = not self._is_of_this_attempt(step.id) or (self._named is not None and step.id <= self._named)
-                missing = [] if had else missing_names(self._tier, found)
+                missing, taken = ([], {}) if had else self._names_to_finish(found)
                 refused = write_names(self._tier, found, missing, self._fence) if missing else {}
             elif may_commit:
-                found, refused = self._write_commit(found)
+                missing, taken = self._names_to_finish(found)
+                found, refused = self._write_commit(found, names=missing)
                 self._steps.commit(step, found)
             else:
                 return
@@ -304,14 +343,30 @@ class HostAgent:
             logger.info("step %d could not be given its manifest and names: %s", step.id.step, error)
             self._commit_failures[step.id] = f"cannot commit to {self.config.local.address}: {self._fence.cause(error)}"
             return
-        self._report_refused(step.id, refused)
+        self._report_refused(step.id, {**taken, **refused})
+
+    def _names_to_finish(self, step: Manifest | UnfinishedStep) -> tuple[list[str], dict[str, str]]:
+        """The names that a step is to have and does not; and name -> reason for those that it does not get, because
+        somebody who was not told of the save has put another file there since."""
+        missing = missing_names(self._tier, step)
+        taken = {
+            name: f"another file was put at {self._tier.location(name)} after the save of {step.id} began"
+            for name in missing
+            if is_taken_since(self._tier, step, name)
+        }
+        return [name for name in missing if name not in taken], taken
 
     def _report_refused(self, step: StepId, refused: Mapping[str, str]) -> None:
         for name, reason in refused.items():
             self._report.report_refused(step, self.config.local.name, name, reason)
 
-    def _write_commit(self, found: Manifest | UnfinishedStep) -> tuple[Manifest | UnfinishedStep, dict[str, str]]:
+    def _write_commit(
+        self, found: Manifest | UnfinishedStep, names: Sequence[str] | None = None
+    ) -> tuple[Manifest | UnfinishedStep, dict[str, str]]:
         """Commits a step whose records are all there. Returns the committed step, and name -> reason for names refused.
+
+        Args:
+            names: those to give; None: all of the step.
 
         Raises:
             OSError, TierError, AgentError: the step is not committed.
@@ -323,7 +378,8 @@ class HostAgent:
                     found = join_shards(self._tier, found, self._fence)
                 self._steps.add_record(found.shards[0])
             with self._traces.span("manifest", found.id):
-                return found, write_commit(self._tier, found, self._fence, self.config.local_ranks)
+                given = found.names if names is None else names
+                return found, write_commit(self._tier, found, given, self._fence, self.config.local_ranks)
 
     def wait(self, stage: Stage, *, tier: str | None = None, timeout_s: float) -> bool:
         """Blocks until everything sealed so far has reached a stage, see :class:`~resiliency.agent.messages.Flush`;
@@ -445,7 +501,7 @@ class HostAgent:
             self._commits.submit(partial(self._complete_recorded, message.id))
         elif isinstance(message, Rescan):
             self._hold(message)
-            self._commits.submit(self._rescan)
+            self._commits.submit(partial(self._rescan, message.loaded))
         elif isinstance(message, Trace):
             self._check_attempt(rank, message.id)
             self._trace(rank, message)
@@ -605,18 +661,17 @@ class HostAgent:
         config = self.config
         if config.shared and not read_records_of_others(self._tier, config.run, step_id, records, config.world_size):
             return  # the agent that writes the last record commits
-        part = not config.shared and len(config.local_ranks) < config.world_size
-        if part and not all_recorded:
+        if self._in_parts and not all_recorded:
             return  # this folder does not show the records of other hosts; only the ranks know
-        if part and not self._only_agent():
+        if self._in_parts and not self._only_agent():
             read_records_here(self._tier, config.run, step_id, records)
         found = gather_records(records.values())
         if found is None:
             if len({record.plan for record in records.values()}) > 1 and len(records) == self.config.world_size:
                 self._refuse_plans(step_id)
             return
-        if part:  # even with a shard of every rank here: other hosts have their own copies of shard 0
-            found = UnfinishedStep(id=found.id, run=found.run, world_size=found.world_size, shards=found.shards)
+        if self._in_parts:
+            found = part_of(found)
         elif isinstance(found, UnfinishedStep):
             return
         try:

@@ -59,11 +59,17 @@ class LocalSteps:
             return step
 
     def add_listed(
-        self, listings: Iterable[StepListing], *, keep_open: Callable[[StepId], bool] = lambda _: False
+        self,
+        listings: Iterable[StepListing],
+        *,
+        in_parts: bool = False,
+        keep_open: Callable[[StepId], bool] = lambda _: False,
     ) -> list[LocalStep]:
         """Adds the steps of a listing and removes committed steps that it does not contain.
 
         Args:
+            in_parts: the tier holds only this host's part of a step; then records of all ranks do not make a committed
+                step, because another host has its own copy of shard 0.
             keep_open: returns True for a step that the listing does not make a committed one.
 
         Returns:
@@ -80,8 +86,10 @@ class LocalSteps:
                     continue  # facts already known may still be right, and an unknown step is not deleted
                 known = self._steps.setdefault(listing.id, LocalStep(listing.id))
                 known.records.update(listing.records)
-                if listing.manifest is not None and known.committed is None and not keep_open(listing.id):
-                    known.committed = listing.manifest
+                counts = listing.committed or not in_parts
+                committed = listing.manifest if listing.manifest is not None and counts else listing.part
+                if committed is not None and known.committed is None and not keep_open(listing.id):
+                    known.committed = committed
                     fresh.append(known)
         return fresh
 

@@ -65,12 +65,14 @@ class Hello:
         rank: global rank.
         config: of its attempt; equal on all ranks of the host. None when the rank has another protocol version.
         reached: what an earlier agent has told the rank, for each tier.
+        failed: the saves of which an earlier agent has told the rank that they failed on the local tier; the newest.
     """
 
     version: int
     rank: int
     config: AgentConfig | None
     reached: tuple[Reached, ...] = ()
+    failed: tuple[StepId, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,14 +17,13 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import get_args
 
 from resiliency import faultpoints
 from resiliency.agent._peer import Peer
 from resiliency.agent.config import AgentConfig, embedded_address, held
 from resiliency.agent.core import HostAgent
-from resiliency.agent.messages import Flush, Flushed, Hello, Message, Notice, Reached, Refused, Request, Welcome
+from resiliency.agent.messages import Flush, Flushed, Hello, Message, Notice, Refused, Request, Welcome
 from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, config_from_json, pack
 from resiliency.errors import AgentError, ConfigError, TierError
 from resiliency.events import EventKind, EventWriter, JsonlSink, NullSink
@@ -185,7 +184,7 @@ class AgentServer:
                 connection.sendall(pack(Refused(reason=reason, in_use=True)))
                 return None
             try:
-                self._start_agent(config, message.reached)
+                self._start_agent(message, config)
             except (AgentError, TierError, OSError) as error:
                 connection.sendall(pack(Refused(reason=str(error))))
                 with self._lock:
@@ -204,7 +203,7 @@ class AgentServer:
         self._agent.announce(rank)
         return rank
 
-    def _start_agent(self, config: AgentConfig, reached: Sequence[Reached]) -> None:
+    def _start_agent(self, hello: Hello, config: AgentConfig) -> None:
         if self._agent is not None and self.config.token == config.token:
             return
         if self._agent is not None:
@@ -220,7 +219,14 @@ class AgentServer:
         self._agent = None
         # A rank that has lost agents too often does its agent's work itself, while this agent serves the other ranks.
         own = [embedded_address(config.address, rank) for rank in config.local_ranks if len(config.local_ranks) > 1]
-        agent = HostAgent(config, self._send, events, only_agent=lambda: not (own and held(own)), reached=reached)
+        agent = HostAgent(
+            config,
+            self._send,
+            events,
+            only_agent=lambda: not (own and held(own)),
+            reached=hello.reached,
+            failed=hello.failed,
+        )
         try:
             agent.start()
         except BaseException:

@@ -19,7 +19,7 @@ from resiliency.storage.names import give_names, missing_names
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
-__all__ = ["finish_step", "read_sent", "send_step"]
+__all__ = ["finish_step", "has_part", "read_sent", "send_step"]
 
 
 def send_step(
@@ -116,6 +116,27 @@ def _gather_records(
             except (FileNotFoundError, CorruptShard, ValueError):
                 return None
     return list(known.values())
+
+
+def has_part(tier: Tier, run: str, step: StepId, records: Sequence[ShardRecord]) -> bool:
+    """True when this host has sent its part of a step, of which the parts of other hosts are still to come. Blocks: a
+    small read for each record.
+
+    Args:
+        records: those that this host sends.
+
+    Raises:
+        TierError: the tier failed.
+    """
+    prefix = step_prefix(run, step)
+    if not records or len(records) == records[0].world_size:
+        return False
+    try:
+        for record in records:  # it is sent after its shard
+            tier.read_range(prefix + record_file(record.rank), 0, 1)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def read_sent(tier: Tier, run: str, step: StepId) -> Manifest | None:

@@ -23,7 +23,7 @@ from resiliency.agent._worker import Worker
 from resiliency.agent.commit_watch import CommitWatch
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.remote_pruner import RemotePruner
-from resiliency.agent.step_sender import finish_step, read_sent, send_step
+from resiliency.agent.step_sender import finish_step, has_part, read_sent, send_step
 from resiliency.errors import AgentError, ConfigError, CorruptShard, TierError
 from resiliency.storage.manifest import Manifest, ShardRecord
 from resiliency.storage.retention import DeleteRequest, Hold
@@ -159,16 +159,18 @@ class Uploader:
         else:
             self._give_way(min(before.step, step), newest)
 
-    def resume(self, older: Sequence[StepId], newest: StepId) -> None:
+    def resume(self, older: Mapping[StepId, Sequence[ShardRecord]], newest: StepId) -> None:
         """Handles the steps that an earlier agent of this attempt may have been sending when it was killed; call it
         before ``newest``, the newest step for this tier, is submitted. Uploads keep the order of steps: when one is on
-        the tier, all before it have been reported. Those after it give way.
+        the tier, all before it have been reported, or this host's part of them is there. Of those after it, the ones of
+        which this host's part is there are watched for, and the others give way.
 
         Args:
-            older: steps for this tier before ``newest``, in order. Each must stay on the local tier until its outcome.
+            older: steps for this tier before ``newest``, in order, each with the records that this host sends. Each
+                must stay on the local tier until its outcome.
         """
         if older:
-            self._worker.submit(partial(self._resume, tuple(older), newest))
+            self._worker.submit(partial(self._resume, dict(older), newest))
 
     def delete(self, requests: Mapping[str, DeleteRequest]) -> None:
         """Adds names to delete on this tier, see :meth:`RemotePruner.request`."""
@@ -246,8 +248,8 @@ class Uploader:
                 self._sent = upload.step
         self._prune(upload.step)
 
-    def _resume(self, older: Sequence[StepId], newest: StepId) -> None:
-        left = list(older)
+    def _resume(self, older: Mapping[StepId, Sequence[ShardRecord]], newest: StepId) -> None:
+        left = sorted(older)
         while left:
             step = left.pop()
             try:
@@ -256,13 +258,20 @@ class Uploader:
                 if sent is not None:
                     self._finish(tier, sent)
                     break
+                if has_part(tier, self._config.run, step, older[step]):
+                    self._report(self.spec, step, UploadOutcome.PARTIAL, "")
+                    self._others.add(step)
+                    continue
             except (TierError, OSError, CorruptShard, ConfigError, AgentError) as error:
                 logger.info("cannot finish step %d on %s: %s", step.step, self.spec.address, error)
                 self._give_way(step, newest)
                 break  # the tier is down; it is not asked for the step before either
             self._give_way(step, newest)
+        others = len(self._config.local_ranks) < self._config.world_size
         for step in left:
             self._report(self.spec, step, UploadOutcome.PARTIAL, "")
+            if others and (self._named is None or step > self._named):
+                self._others.add(step)  # the ranks may not have been told of it
 
     def _finish(self, tier: Tier, sent: Manifest) -> None:
         """Handles a step that is on the tier already. An agent of this attempt may have been killed before it had given
@@ -274,6 +283,7 @@ class Uploader:
             finish_step(tier, sent, fence=self._fence, refused=self._refused(sent.id))
         self._report_up()
         self._report(self.spec, sent.id, UploadOutcome.DURABLE, "")
+        self._others.committed(sent.id)
         with self._lock:
             self._sent = sent.id
         self._prune(sent.id)

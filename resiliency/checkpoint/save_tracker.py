@@ -32,7 +32,7 @@ __all__ = ["InFlightSave", "SaveTracker"]
 
 logger = logging.getLogger(__name__)
 
-#: Number of saves whose tickets are kept up to date.
+#: Number of saves whose tickets are kept up to date, besides those that are on their way to another tier.
 _TICKETS = 64
 #: Seconds between two reads of the count of recorded shards; the store does not notify of changes.
 _COUNT_EVERY_S = 0.05
@@ -321,7 +321,8 @@ class SaveTracker:
         self._health.reach(tier, ticket.step, stage)
         if tier == LOCAL:
             for old in sorted(self._tickets)[:-_TICKETS]:
-                del self._tickets[old]
+                if not _is_on_its_way(self._tickets[old]):
+                    del self._tickets[old]
         self._outcomes.append(Outcome(id=step, tier=tier, stage=stage, names=ticket.names))
 
     def _failed(self, message: Failed) -> None:
@@ -356,6 +357,12 @@ class SaveTracker:
                 retrying=message.retrying,
             )
         )
+
+
+def _is_on_its_way(ticket: Ticket) -> bool:
+    """True while a save may still become durable on a tier behind the local one."""
+    remotes = [tier for tier in ticket.tiers if tier != LOCAL and tier not in ticket.given_up]
+    return ticket.failed is None and not all(ticket.has_reached(Stage.DURABLE, tier=tier) for tier in remotes)
 
 
 def _why(failure: BaseException) -> str:

@@ -62,7 +62,12 @@ def plan_pruning(listings: Sequence[StepListing], *, keep: int | None, unfinishe
     """
     committed = [listing for listing in listings if is_committed(listing)]
     unreadable = [listing for listing in listings if listing.problems]
-    partial = [listing for listing in listings if not listing.problems and not is_committed(listing)]
+    elsewhere = [listing for listing in listings if listing.part is not None and not is_committed(listing)]
+    partial = [
+        listing
+        for listing in listings
+        if not listing.problems and not is_committed(listing) and listing not in elsewhere
+    ]
     newest = max(committed, key=lambda listing: listing.id, default=None)
     deleted_ids: Collection[StepId] = set(
         steps_to_delete(
@@ -79,6 +84,11 @@ def plan_pruning(listings: Sequence[StepListing], *, keep: int | None, unfinishe
     )
     kept = [KeptStep(listing.id, f"a file cannot be read: {listing.problems[0]}") for listing in unreadable]
     if unfinished:
+        kept += [
+            KeptStep(listing.id, "it is committed, and its other shards are on other hosts")
+            for listing in elsewhere
+            if not listing.problems
+        ]
         late = "newer than every committed step here; a job may still commit it, or its other shards are on other hosts"
         kept += [KeptStep(listing.id, late) for listing in partial if listing.id not in deleted_ids]
     return PrunePlan(deletions, tuple(sorted(kept, key=lambda item: item.id)), newest)

@@ -352,7 +352,7 @@ def _set_state(view: StepView, *, several: bool) -> None:
         view.notes += [label + text for text in _faults(copy, view.run)]
     if view.manifest is not None and view.present == set(range(view.manifest.world_size)):
         view.state = StepState.COMMITTED
-        if not has_manifest:
+        if not has_manifest and all(copy.listing.part is None for copy in view.copies):
             view.notes.append("the manifest is missing; the records of all shards are there and stand in for it")
     elif has_manifest or any(copy.listing.problems for copy in view.copies):
         view.state = StepState.DAMAGED

@@ -113,7 +113,7 @@ def _metadata(view: StepView, copy: StoredCopy) -> list[Finding]:
         if not tier.is_local:
             # A restore ignores a remote step without a manifest, because its upload may still be going on.
             found.append(finding(True, MANIFEST, "is missing; without it the step is not restored from here"))
-        elif listing.manifest is not None:
+        elif listing.manifest is not None and listing.part is None:
             found.append(finding(False, MANIFEST, "is missing; the shards' records stand in for it"))
     for record in listing.records.values():
         if record_file(record.rank) not in listing.sizes:

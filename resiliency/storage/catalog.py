@@ -15,12 +15,15 @@ from resiliency.errors import CorruptShard, TierError, UnsupportedFormat
 from resiliency.storage.blocks import block_digest
 from resiliency.storage.format_version import earlier_format, refuse_format
 from resiliency.storage.manifest import (
+    COMMIT_MARK,
     MANIFEST,
     META_DIR,
     STEPS_DIR,
     Manifest,
     ShardRecord,
+    UnfinishedStep,
     gather_records,
+    part_of,
     record_file,
 )
 from resiliency.storage.step_id import StepId
@@ -59,6 +62,7 @@ class StepListing:
         records: rank -> record, from its own file or from the manifest.
         manifest: the manifest on the tier, or else one made from the records; None while records are missing.
         committed: True when the manifest is on the tier.
+        part: this host's part of a committed step, on a tier that each host has for itself; None without its mark.
         sizes: file name -> bytes, of all files in the folder.
         problems: an error text for each file or folder that could not be read.
         readable: False when the folder cannot be listed; then nothing is known of the step, and it must not be deleted.
@@ -70,6 +74,7 @@ class StepListing:
     records: dict[int, ShardRecord] = field(default_factory=dict)
     manifest: Manifest | None = None
     committed: bool = False
+    part: UnfinishedStep | None = None
     sizes: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     readable: bool = True
@@ -191,6 +196,7 @@ def _read_step(tier: Tier, run: str, listing: StepListing) -> StepListing:
     if found is not None:
         listing.records.update({shard.rank: shard for shard in found.shards})
     listing.manifest = found if isinstance(found, Manifest) else None
+    listing.part = part_of(found) if found is not None and COMMIT_MARK in listing.sizes else None
     return listing
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from resiliency import faultpoints
 from resiliency.errors import TierError
 from resiliency.storage.catalog import step_prefix
-from resiliency.storage.manifest import MANIFEST
+from resiliency.storage.manifest import COMMIT_MARK, MANIFEST
 from resiliency.storage.names import delete_names
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
@@ -31,8 +31,8 @@ def delete_step(
 ) -> list[str]:
     """Deletes a step, or one host's part of it, in an order that is safe when a kill interrupts it:
 
-    1. the manifest. Killed after it: the step no longer counts as committed. The next deletion finds it by its records
-       and, because the records list the names, deletes the same names;
+    1. the manifest, or the mark of one host's part. Killed after it: the step no longer counts as committed. The next
+       deletion finds it by its records and, because the records list the names, deletes the same names;
     2. names that still point to this step; names that point to another step by now stay. Killed after it: the step has
        no name;
     3. records. Killed after the first: the step is unfinished and is never restored from. It is deleted like any
@@ -58,10 +58,13 @@ def delete_step(
         OSError: raised by ``remove_shard``.
     """
     prefix = step_prefix(run, step)
-    rest = sorted(set(files) - {MANIFEST})
+    found = set(files)
+    rest = sorted(found - {MANIFEST, COMMIT_MARK})
     faultpoints.hit("agent.prune.manifest")
     before_each()
     tier.delete(prefix + MANIFEST)
+    if COMMIT_MARK in found:
+        tier.delete(prefix + COMMIT_MARK)
     before_each()
     gone = delete_names(tier, run, names, step=step)
     for file in (file for file in rest if _is_record(file)):

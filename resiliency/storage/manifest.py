@@ -9,11 +9,13 @@ Layout below a tier's root, the same on every tier::
           shard-00000.shard                         a stock torch archive, see resiliency.storage.shard_file
           shard-00000.json                          its record: size and digests; written after the shard
           manifest.json                             written last; commits the step
+          committed.json                            instead, on a tier that each host has for itself
         files/                                      local tier only: empty shard files prepared for the next steps
         events/                                     event logs
 
-A step is *committed* when its manifest exists. On a tier that each host has for itself no manifest is written: there a
-step is committed when records of all its shards exist. Names and modification times are not used.
+A step is *committed* when its manifest exists. A tier that each host has for itself holds only that host's part of a
+step, and a mark that the ranks of all hosts have recorded theirs. Without the mark the step can still be restored when
+records of all its shards are found. Names and modification times are not used.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ STEPS_DIR = "steps"
 FILES_DIR = "files"
 EVENTS_DIR = "events"
 MANIFEST = "manifest.json"
+COMMIT_MARK = "committed.json"
 _SHARD_FILE = re.compile(r"shard-(\d{5,})(\.[a-z]+)")
 
 
@@ -316,6 +319,20 @@ class StepRecords:
 @dataclass(frozen=True, kw_only=True)
 class UnfinishedStep(StepRecords):
     """Some of the shards of a step: one host's part, or an unfinished save. It cannot be restored by itself."""
+
+
+def part_of(step: StepRecords) -> UnfinishedStep:
+    """The same records as one host's part of a step; of the hosts that it does not show, each may have its own shard
+    0."""
+    return UnfinishedStep(id=step.id, run=step.run, world_size=step.world_size, shards=step.shards)
+
+
+def commit_mark(step: StepRecords) -> str:
+    """JSON text of the mark that a step is committed, of which the folder has one host's part. What it says is for
+    people: the step is committed because the mark is there."""
+    return json.dumps(
+        {"version": step.version, **step.id.to_dict(), "run": step.run, "world_size": step.world_size}, indent=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,17 @@ from resiliency.storage.shard_file import IDENTITY_BYTES, Identity, read_identit
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers._keys import partial_name
 from resiliency.storage.tiers.base import Tier
+from resiliency.storage.tiers.local import LocalTier
 
-__all__ = ["delete_names", "give_name", "give_names", "link_symbolically", "missing_names", "read_name"]
+__all__ = [
+    "delete_names",
+    "give_name",
+    "give_names",
+    "is_taken_since",
+    "link_symbolically",
+    "missing_names",
+    "read_name",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +122,27 @@ def missing_names(tier: Tier, step: StepRecords) -> list[str]:
         TierError: the tier failed, and trying again may help.
     """
     return [name for name in step.names if not _has_name(tier, step, name)]
+
+
+def is_taken_since(tier: LocalTier, step: StepRecords, name: str) -> bool:
+    """True when something that is no checkpoint of this library has been put under a name since the step was saved.
+
+    Raises:
+        TierError: the tier failed, and trying again may help.
+    """
+    try:
+        if read_name(tier, name) is not None:
+            return False
+    except UnsupportedFormat:
+        return False  # another version of this library wrote it
+    except TierError as error:
+        if error.retryable:
+            raise
+    try:
+        # A copy or a move keeps the time of the last write, but not this one.
+        return os.lstat(tier.location(name)).st_ctime > step.created
+    except FileNotFoundError:
+        return False
 
 
 def _has_name(tier: Tier, step: StepRecords, name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -18,14 +19,15 @@ def agents_of_this_room_are_started(started_agents: None) -> None:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[AgentConfig], tuple[HostAgent, list[Notice]]]]:
-    """Starts agents in this process, each with the notices that it has for its ranks, and closes them."""
+def start() -> Iterator[Callable[..., tuple[HostAgent, list[Notice]]]]:
+    """Starts agents in this process, each with the notices that it has for its ranks, and closes them. ``told``: further
+    arguments of the agent."""
     running: list[HostAgent] = []
 
-    def start(config: AgentConfig) -> tuple[HostAgent, list[Notice]]:
+    def start(config: AgentConfig, **told: Any) -> tuple[HostAgent, list[Notice]]:
         heard: list[Notice] = []
         events = EventWriter(run=config.run, attempt=config.attempt, rank=-1, host=config.node, sinks=())
-        agent = HostAgent(config, lambda _, message: heard.append(message), events)
+        agent = HostAgent(config, lambda _, message: heard.append(message), events, **told)
         running.append(agent)
         agent.start()
         return agent, heard

@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 
 from resiliency import faultpoints
 from resiliency.agent import client
-from resiliency.agent.config import AgentConfig, TierSpec
+from resiliency.agent.config import TierSpec
 from resiliency.agent.core import HostAgent
 from resiliency.agent.messages import Committed, Complete, Durable, Failed, NameRefused, Notice, Recorded
 from resiliency.agent.uploader import Uploader
@@ -204,6 +206,57 @@ def test_a_save_that_failed_at_its_names_stays_failed_at_the_next_agent(
     assert step_at(tmp_path / "local" / "1.ckpt") is None
 
 
+@pytest.mark.kill
+def test_a_commit_that_could_not_be_synced_is_synced_by_the_next_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faultpoints.arm("")
+    monkeypatch.setenv("RESILIENCY_FAULTS", "agent.fsync:error@1")
+    with make_checkpointer(
+        tmp_path / "local", options=CheckpointerOptions(agent="process", drain_timeout=timedelta(seconds=10))
+    ) as checkpointer:
+        monkeypatch.delenv("RESILIENCY_FAULTS")
+        ticket = checkpointer.save(1, make_state(1), names=["1.ckpt"])
+        assert ticket is not None
+        ticket.wait(Stage.COMMITTED, timeout=SOON)
+        with pytest.raises(ResiliencyError, match="fsync of"):
+            ticket.wait(Stage.DURABLE, timeout=SOON)
+        the_agent().kill()
+        assert checkpointer.flush(Stage.DURABLE, timeout=SOON)
+        ticket.wait(Stage.DURABLE, tier="local", timeout=SOON)
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("point", ["agent.name.write", "agent.manifest.write"])
+def test_what_was_put_under_a_name_after_a_save_failed_is_left_alone_by_the_next_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    """And the step is not reported durable elsewhere."""
+    faultpoints.arm("")
+    monkeypatch.setenv("RESILIENCY_FAULTS", f"{point}:error@1")
+    with make_checkpointer(
+        tmp_path / "local",
+        remotes=[RemoteTierOptions(address=str(tmp_path / "store"), name="store")],
+        options=CheckpointerOptions(agent="process", drain_timeout=timedelta(seconds=10)),
+    ) as checkpointer:
+        monkeypatch.delenv("RESILIENCY_FAULTS")
+        ticket = checkpointer.save(1, make_state(1), names=["mine.ckpt"])
+        assert ticket is not None
+        with pytest.raises(ResiliencyError, match="cannot commit"):
+            ticket.wait(Stage.COMMITTED, timeout=SOON)
+        (tmp_path / "local" / "mine.ckpt").write_bytes(b"the user's own file")
+        agent = the_agent()
+        agent.kill()
+        agent.wait(10)
+        assert checkpointer.flush(Stage.DURABLE, timeout=SOON)  # asks the next agent, when it has started
+        assert (tmp_path / "local" / "mine.ckpt").read_bytes() == b"the user's own file"
+        assert not (tmp_path / "store" / "mine.ckpt").exists() and not ticket.has_reached(Stage.DURABLE)
+        ticket = checkpointer.save(2, make_state(2), names=["2.ckpt"])
+        assert ticket is not None
+        ticket.wait(Stage.DURABLE, tier="store", timeout=SOON)
+    assert (tmp_path / "local" / "mine.ckpt").read_bytes() == b"the user's own file"
+
+
 def test_a_load_right_after_a_save_hides_no_commit_of_another_agent(tmp_path: Path) -> None:
     """On a ramdisk, where no notice of a later stage follows."""
 
@@ -222,7 +275,7 @@ def test_a_load_right_after_a_save_hides_no_commit_of_another_agent(tmp_path: Pa
 # ---- one agent after another
 
 
-Start = Callable[[AgentConfig], tuple[HostAgent, list[Notice]]]
+Start = Callable[..., tuple[HostAgent, list[Notice]]]
 
 
 def settle(agent: HostAgent) -> None:
@@ -345,7 +398,8 @@ def test_something_else_at_a_name_is_no_failed_save(tmp_path: Path, start: Start
 
 
 def test_of_the_steps_that_waited_for_a_store_each_is_heard_of(tmp_path: Path, start: Start) -> None:
-    """The agent before had sent two, and was killed before it could send or give up the others."""
+    """The agent before had sent two, and the files of a third, and was killed before it could send or give up the
+    others."""
     store = TierSpec(address=str(tmp_path / "store"), name="store", keep=None)
     config = config_for(tmp_path / "local")
     with_store = dataclasses.replace(config, remotes=(store,))
@@ -353,6 +407,8 @@ def test_of_the_steps_that_waited_for_a_store_each_is_heard_of(tmp_path: Path, s
         agent, _ = start(before)
         for step in steps:
             commit(agent, step, names=(f"{step}.ckpt",), tiers=("store",))
+    sent, kept = (shard_path(dataclasses.replace(config, local=to), 4).parent for to in (store, config.local))
+    shutil.copytree(kept, sent, ignore=shutil.ignore_patterns("manifest.json"))  # all of it but the manifest
     agent, heard = start(with_store)
     settle(agent)
     said = {
@@ -364,6 +420,8 @@ def test_of_the_steps_that_waited_for_a_store_each_is_heard_of(tmp_path: Path, s
         for step in range(1, 6)
     }
     assert said == {1: [], 2: ["Durable"], 3: ["gave way"], 4: ["gave way"], 5: ["Durable"]}
+    # Not after a look for the commit of another agent: there is none.
+    assert all("only the newest step waits for it" in message.reason for message in heard if isinstance(message, Failed))
     assert [step_at(tmp_path / "store" / f"{step}.ckpt") for step in range(1, 6)] == [1, 2, None, None, 5]
     commit(agent, 6, names=("6.ckpt",), supersedes=tuple(f"{step}.ckpt" for step in range(1, 6)))
     settle(agent)
@@ -396,6 +454,72 @@ def test_a_step_that_was_reported_failed_is_not_reported_committed_with_the_next
     said = [type(message) for message in heard if getattr(message, "id", None) == step_of(config, 1)]
     assert said == [Recorded, Failed]
     assert step_at(tmp_path / "local" / "1.ckpt") is None
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+@pytest.mark.parametrize("lost", ["manifest and name", "name"])
+def test_a_file_that_was_put_under_a_name_since_is_not_replaced_by_the_next_agent(
+    tmp_path: Path, start: Start, lost: str, attempt: int
+) -> None:
+    """By a copy that keeps the time of the last write, too. Nobody was told of the save."""
+    config = config_for(tmp_path / "local")
+    first, _ = start(config)
+    commit(first, 1, names=("mine.ckpt", "1.ckpt"))
+    if lost == "manifest and name":
+        shard_path(config, 1).with_name("manifest.json").unlink()
+    for name in ("mine.ckpt", "1.ckpt"):
+        (tmp_path / "local" / name).unlink()
+    (tmp_path / "mine").write_bytes(b"the user's own file")
+    os.utime(tmp_path / "mine", (0, 0))
+    shutil.copy2(tmp_path / "mine", tmp_path / "local" / "mine.ckpt")
+    agent, heard = start(config if attempt == 1 else dataclasses.replace(config, attempt=2, token="1a1b1c"))
+    settle(agent)
+    assert (tmp_path / "local" / "mine.ckpt").read_bytes() == b"the user's own file"
+    finishes = attempt == 1 or lost == "manifest and name"
+    assert step_at(tmp_path / "local" / "1.ckpt") == (1 if finishes else None)
+    refused = [(message.name, message.reason) for message in heard if isinstance(message, NameRefused)]
+    assert [name for name, _ in refused] == (["mine.ckpt"] if finishes else [])
+    assert all("another file was put at" in reason for _, reason in refused)
+    assert manifest_of(config, 1) is not None
+
+
+def test_a_stock_file_from_before_the_save_is_replaced_by_the_next_agent(tmp_path: Path, start: Start) -> None:
+    config = config_for(tmp_path / "local")
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "last.ckpt").write_bytes(b"of a stock callback")
+    first, _ = start(config)
+    before = os.stat(tmp_path / "local" / "last.ckpt").st_ctime
+    while time.time() <= before + 0.05:  # a file system's clock is coarser than this one
+        threading.Event().wait(0.01)
+    faultpoints.arm("agent.manifest.write:error")
+    try:
+        file = write_shard(config, 1, replicated=True)
+        first.handle(0, seal_of(config, 1, file, replicated=True, names=("last.ckpt",)))
+        settle(first)
+    finally:
+        faultpoints.arm("")
+    assert step_at(tmp_path / "local" / "last.ckpt") is None
+    agent, _ = start(dataclasses.replace(config, attempt=2, token="1a1b1c"))
+    settle(agent)
+    assert step_at(tmp_path / "local" / "last.ckpt") == 1
+
+
+@pytest.mark.parametrize("lost", ["manifest and name", "name"])
+def test_what_was_reported_failed_is_not_finished_within_the_attempt(tmp_path: Path, start: Start, lost: str) -> None:
+    config = config_for(tmp_path / "local", remotes=(TierSpec(address=str(tmp_path / "store"), name="store", keep=3),))
+    first, _ = start(dataclasses.replace(config, remotes=()))
+    commit(first, 1, names=("1.ckpt",), tiers=("store",))
+    if lost == "manifest and name":
+        shard_path(config, 1).with_name("manifest.json").unlink()
+    (tmp_path / "local" / "1.ckpt").unlink()
+    agent, heard = start(config, failed=(step_of(config, 1),))
+    agent.announce(0)
+    settle(agent)
+    assert not [message for message in heard if getattr(message, "id", None) == step_of(config, 1)]
+    assert not (tmp_path / "local" / "1.ckpt").exists() and not (tmp_path / "store" / "1.ckpt").exists()
+    again, _ = start(dataclasses.replace(config, attempt=2, token="1a1b1c"))
+    settle(again)
+    assert manifest_of(config, 1) is not None
 
 
 def test_an_upload_is_resumed_although_a_later_step_does_not_go_to_that_tier(tmp_path: Path, start: Start) -> None:

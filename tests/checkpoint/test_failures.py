@@ -19,12 +19,13 @@ import torch
 from resiliency import faultpoints
 from resiliency.agent import file_pool, uploader
 from resiliency.checkpoint import checkpointer as checkpointer_module
-from resiliency.checkpoint import shard_writer, snapshot
+from resiliency.checkpoint import save_tracker, shard_writer, snapshot
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
 from resiliency.checkpoint.ticket import Ticket
 from resiliency.errors import CorruptShard, ResiliencyError, TierError
+from resiliency.storage.interval import Interval
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
@@ -715,3 +716,33 @@ def test_an_error_after_the_copy_fails_this_save_only(local: Path) -> None:
         assert time.monotonic() - began < SOON.total_seconds() / 2, "who waits for the save was not told that it failed"
         assert saved(checkpointer, 3)
     assert loads(local) == 3
+
+
+def test_a_save_on_its_way_to_a_slow_store_is_heard_of_after_any_number_of_later_saves(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(save_tracker, "_TICKETS", 2)
+    reached, go_on, send = threading.Event(), threading.Event(), uploader.send_step
+
+    def send_step(*args: Any, **options: Any) -> bool:
+        reached.set()
+        assert go_on.wait(20)
+        return send(*args, **options)
+
+    monkeypatch.setattr(uploader, "send_step", send_step)
+    remote = RemoteTierOptions(address=str(tmp_path / "store"), name="store", interval=Interval(steps=100))
+    with make_checkpointer(local, remotes=[remote]) as checkpointer:
+        tickets = [checkpointer.save(step, make_state(step)) for step in (100,)]
+        assert tickets[0] is not None and reached.wait(20)
+        for step in range(101, 106):
+            tickets.append(checkpointer.save(step, make_state(step)))
+            assert tickets[-1] is not None and tickets[-1].tiers == ("local",)
+            tickets[-1].wait(Stage.COMMITTED, timeout=SOON)
+        go_on.set()
+        tickets[0].wait(Stage.DURABLE, tier="store", timeout=SOON)
+        for step in (106, 107):  # then it is forgotten as the others are
+            ticket = checkpointer.save(step, make_state(step))
+            assert ticket is not None
+            ticket.wait(Stage.COMMITTED, timeout=SOON)
+        assert checkpointer._opened is not None
+        assert sorted(step.step for step in checkpointer._opened.saves._tickets) == [106, 107]

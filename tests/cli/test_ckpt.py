@@ -564,6 +564,19 @@ def test_prune_deletes_unfinished_steps_only_when_they_are_older(ck: Path) -> No
     assert left(ck, "solo") == [20, 30]
 
 
+def test_prune_keeps_one_hosts_part_of_a_committed_step(ck: Path) -> None:
+    """Its folder has the mark instead of a manifest, and not the shards of other hosts."""
+    for rank_file in ("manifest.json", "shard-00001.json", "shard-00001.shard"):
+        (step_dir(ck, "duo", 1) / rank_file).unlink()
+    (step_dir(ck, "duo", 1) / "committed.json").write_text("{}")
+    found = data("prune", ck, "--unfinished", "--run", "duo", "--yes")
+    assert (
+        found["delete"] == [] and found["kept"][0]["why"] == "it is committed, and its other shards are on other hosts"
+    )
+    (step_dir(ck, "duo", 1) / "committed.json").unlink()
+    assert len(data("prune", ck, "--unfinished", "--run", "duo", "--yes")["deleted"]) == 1
+
+
 def test_prune_keeps_steps_it_cannot_read(ck: Path) -> None:
     """The manifest of a newer version, say."""
     for path in step_dir(ck, "solo", 10).glob("*.json"):

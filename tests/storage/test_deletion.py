@@ -15,7 +15,15 @@ from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.deletion import delete_step
 from resiliency.storage.format_version import FORMAT_VERSION
-from resiliency.storage.manifest import MANIFEST, META_DIR, Manifest, ShardRecord, gather_records, record_file
+from resiliency.storage.manifest import (
+    COMMIT_MARK,
+    MANIFEST,
+    META_DIR,
+    Manifest,
+    ShardRecord,
+    gather_records,
+    record_file,
+)
 from resiliency.storage.names import delete_names, give_name, read_name
 from resiliency.storage.shard_file import Identity, read_identity
 from resiliency.storage.step_id import StepId
@@ -210,3 +218,18 @@ def test_names_of_the_run_are_deleted_whatever_step_they_point_to(tier: Tier) ->
     store(tier, OLD, ("c.ckpt",), run="another")
     assert delete_names(tier, "r", ["a.ckpt", "b.ckpt", "c.ckpt", "never.ckpt"]) == ["a.ckpt", "b.ckpt"]
     assert [*named(tier)] == ["c.ckpt"]
+
+
+def test_the_mark_of_one_hosts_part_goes_as_a_manifest_does(tmp_path: Path) -> None:
+    tier = RecordingTier(LocalTier(tmp_path))
+    store(tier, OLD)
+    tier.delete(step_prefix("r", OLD) + MANIFEST)
+    tier.put_bytes(step_prefix("r", OLD) + COMMIT_MARK, b"{}")
+    done = len(tier.calls("delete"))
+    delete_step(tier, "r", OLD, files=[*FILES, COMMIT_MARK], names=NAMES)
+    assert [call.key.rpartition("/")[2] for call in tier.calls("delete")][done:][:3] == [
+        MANIFEST,
+        COMMIT_MARK,
+        NAMES[0],
+    ]
+    assert scan(tier, "r") == []
