@@ -26,11 +26,11 @@ from resiliency.agent._peer import Peer
 from resiliency.agent._start import start_agent
 from resiliency.agent.config import AgentConfig, embedded_address, held
 from resiliency.agent.core import HostAgent
+from resiliency.agent.heard import HeardNotices
 from resiliency.agent.messages import (
     Committed,
     Complete,
     Delete,
-    Durable,
     Failed,
     FileReady,
     Flush,
@@ -39,7 +39,6 @@ from resiliency.agent.messages import (
     Hello,
     Message,
     Notice,
-    Reached,
     Recorded,
     Refused,
     Request,
@@ -117,8 +116,7 @@ class AgentClient:
         self._deletes: deque[Delete] = deque(maxlen=64)
         self._given_up: deque[GiveUp] = deque(maxlen=16)
         self._loaded: Rescan | None = None
-        self._reached: dict[str, Reached] = {}  # by tier
-        self._failed: deque[StepId] = deque(maxlen=16)
+        self._heard = HeardNotices(config.local.name)
         self._socket: socket.socket | None = None
         self._framer = Framer()  # belongs to this connection
         self._embedded: HostAgent | None = None
@@ -200,8 +198,9 @@ class AgentClient:
         connection = self._dial() or self._start_and_dial()
         try:
             connection.settimeout(_LOOK_S)
-            reached, failed = self._told()
-            hello = Hello(version=PROTOCOL_VERSION, rank=self.rank, config=self.config, reached=reached, failed=failed)
+            with self._lock:
+                heard = self._heard.heard()
+            hello = Hello(version=PROTOCOL_VERSION, rank=self.rank, config=self.config, heard=heard)
             connection.sendall(pack(hello))
             framer = Framer()
             answer, *notices = self._hello_answer(connection, framer)
@@ -319,11 +318,6 @@ class AgentClient:
             _still_running.append(self._process)  # it was lost a moment ago, and is still ending
         self._process = None
 
-    def _told(self) -> tuple[tuple[Reached, ...], tuple[StepId, ...]]:
-        """What the agents so far have told this rank: the stages reached, and the saves that failed."""
-        with self._lock:
-            return tuple(self._reached.values()), tuple(self._failed)
-
     def _embed(self) -> None:
         config = self.config
         own_config = dataclasses.replace(config, local_ranks=(self.rank,))
@@ -334,7 +328,8 @@ class AgentClient:
             run=config.run, attempt=config.attempt, rank=-1, host=config.node, sinks=(sink,)
         )
         self._claim_address(own_config)
-        reached, failed = self._told()
+        with self._lock:
+            heard = self._heard.heard()
         agent = HostAgent(
             own_config,
             lambda _, message: self._deliver(message),
@@ -342,8 +337,7 @@ class AgentClient:
             only_agent=lambda: config.local_ranks == (self.rank,),
             # An agent process that still serves the other ranks, or hangs, may be appending to the newest step.
             may_finish=lambda: config.local_ranks == (self.rank,) or not held([config.address]),
-            reached=reached,
-            failed=failed,
+            heard=heard,
         )
         try:
             agent.start()
@@ -424,6 +418,7 @@ class AgentClient:
         with self._lock:
             if isinstance(message, Seal):
                 self._unacknowledged[message.id] = message
+                self._heard.seal(message)
             elif isinstance(message, Complete):
                 self._completes[message.id] = message
             elif isinstance(message, Delete):
@@ -521,15 +516,9 @@ class AgentClient:
                 self._unacknowledged.pop(message.id, None)
             if isinstance(message, Failed) and message.tier == self.config.local.name:
                 self._completes.pop(message.id, None)
-                newest = self._reached.get(message.tier)
-                if newest is None or newest.id < message.id:  # else it was committed, and its fsync failed
-                    self._failed.append(message.id)
             elif isinstance(message, Committed):  # those before it were handled in their order
                 self._completes = {step: sent for step, sent in self._completes.items() if step > message.id}
-            if isinstance(message, (Committed, Durable)):
-                before = self._reached.get(message.tier)
-                if before is None or before.id < message.id:
-                    self._reached[message.tier] = Reached(tier=message.tier, id=message.id)
+            self._heard.hear(message)
             if isinstance(message, Flushed):
                 self._flushed[message.ticket] = message.done
             elif isinstance(message, FileReady) and self._take_file is not None:

@@ -45,8 +45,8 @@ from resiliency.agent.messages import (
     Complete,
     Delete,
     GiveUp,
+    Heard,
     Prepare,
-    Reached,
     Recorded,
     Request,
     Rescan,
@@ -98,10 +98,9 @@ class HostAgent:
         only_agent: returns True while no other agent of this host works in the same folder. Called before each effect
             that relies on it.
         may_finish: returns whether this agent may finish what an earlier agent has left of the newest step.
-        reached: what an earlier agent of the attempt has told a rank of this host. These steps have been given their
-            names, and what of them is missing now, somebody has deleted.
-        failed: the saves of which an earlier agent of the attempt has told that they failed. This attempt does not
-            finish them: a user may have put something else under their names since.
+        heard: what an earlier agent of the attempt has told a rank of this host. Steps that were reported have been
+            given their names, and what of these is missing now, somebody has deleted. Those that were reported failed
+            are not finished within the attempt: a user may have put something else under their names since.
 
     Threads: :meth:`handle` from any; the work is done on own threads, all named ``resiliency-agent-*``.
     """
@@ -114,8 +113,7 @@ class HostAgent:
         *,
         only_agent: Callable[[], bool] = lambda: True,
         may_finish: Callable[[], bool] = lambda: True,
-        reached: Sequence[Reached] = (),
-        failed: Sequence[StepId] = (),
+        heard: Heard | None = None,
     ) -> None:
         self.config = config
         self._only_agent, self._may_finish = only_agent, may_finish
@@ -133,7 +131,8 @@ class HostAgent:
         self._steps = LocalSteps()
         self._commits = Worker("resiliency-agent-commit")
         self._syncs = Worker("resiliency-agent-sync")
-        newest = {one.tier: one.id for one in reached}
+        heard = heard or Heard()
+        newest = {save.tier: save.id for save in heard.newest}
         self._named = newest.get(config.local.name)  # the newest step known to have its names on the local tier
         self._uploaders = [
             Uploader(config, spec, self._path, self._uploaded, self._report, self._fence, named=newest.get(spec.name))
@@ -142,9 +141,10 @@ class HostAgent:
         self._finished: set[int] = set()
         self._left: set[int] = set()
         self._failures: dict[StepId, str] = {}  # step -> why a rank could not save it; the newest ones
-        self._told_failed = frozenset(failed)
+        self._awaited = heard.awaited
+        self._told_failed = frozenset(heard.failed)
         # Step that may have a manifest -> why it failed; the newest ones.
-        self._commit_failures = dict.fromkeys(failed, "an earlier agent could not commit it")
+        self._commit_failures = dict.fromkeys(heard.failed, "an earlier agent could not commit it")
         self._given_up: dict[
             StepId, set[int]
         ] = {}  # of these, those to be deleted -> ranks that no longer write to the step
@@ -184,6 +184,12 @@ class HostAgent:
         # What the store lacks of an earlier attempt, other than the newest step, the user may have deleted there.
         if due and due[-1] is not committed[-1]:
             due = [step for step in due if self._is_of_this_attempt(step.id)]
+        # In a shared folder another host, which has sent its part, may have deleted a step's manifest since; or this
+        # host's part is sent and deleted, too.
+        awaited = {save.id for save in self._awaited if save.tier == uploader.spec.name} - {step.id for step in due}
+        left = [step for step in self._steps.select(lambda step: step.id in awaited) if self._is_here(step)]
+        due = sorted([*due, *left], key=lambda step: step.id)
+        uploader.watch(sorted(awaited - {step.id for step in left}))
         if not due:
             return
         older = {step.id: self._sent_records(step) for step in due[:-1] if self._is_of_this_attempt(step.id)}
@@ -191,6 +197,12 @@ class HostAgent:
             self._steps.pin(step, 1)
         uploader.resume(older, due[-1].id)
         self._submit(due[-1], uploader, only_if_missing=True)
+
+    def _is_here(self, step: LocalStep) -> bool:
+        """True when this host still has all that it sends of a step."""
+        records = self._sent_records(step)
+        paths = [self._path(step.id, record.file) for record in records]
+        return bool(records) and all(map(os.path.exists, paths))
 
     def _end_earlier_attempts(self) -> None:
         """Claims this attempt before anything is listed, so that an earlier attempt's agent commits nothing after the

@@ -26,6 +26,7 @@ __all__ = [
     "Flush",
     "Flushed",
     "GiveUp",
+    "Heard",
     "Hello",
     "Message",
     "NameRefused",
@@ -37,6 +38,7 @@ __all__ = [
     "Rescan",
     "Seal",
     "SealedFile",
+    "TierSave",
     "Trace",
     "TraceEnded",
     "Traced",
@@ -48,12 +50,28 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reached:
-    """The newest save of which a rank has been notified that it is committed on the local tier, or durable on another
-    one: then it has been given its names there."""
+class TierSave:
+    """A save on a tier."""
 
     tier: str
     id: StepId
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heard:
+    """What earlier agents of the attempt have told a rank.
+
+    Attributes:
+        newest: for each tier the newest save that the rank was notified of as committed on the local tier, or durable
+            on another one: it and those before it have been given their names there.
+        failed: saves that failed on the local tier; the newest.
+        awaited: saves that are committed on the local tier and go to a remote one, of which nothing was heard yet;
+            oldest first.
+    """
+
+    newest: tuple[TierSave, ...] = ()
+    failed: tuple[StepId, ...] = ()
+    awaited: tuple[TierSave, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +82,13 @@ class Hello:
         version: the rank's protocol version.
         rank: global rank.
         config: of its attempt; equal on all ranks of the host. None when the rank has another protocol version.
-        reached: what an earlier agent has told the rank, for each tier.
-        failed: the saves of which an earlier agent has told the rank that they failed on the local tier; the newest.
+        heard: what earlier agents have told the rank.
     """
 
     version: int
     rank: int
     config: AgentConfig | None
-    reached: tuple[Reached, ...] = ()
-    failed: tuple[StepId, ...] = ()
+    heard: Heard = Heard()
 
 
 @dataclass(frozen=True, kw_only=True)

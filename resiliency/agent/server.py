@@ -224,8 +224,7 @@ class AgentServer:
             self._send,
             events,
             only_agent=lambda: not (own and held(own)),
-            reached=hello.reached,
-            failed=hello.failed,
+            heard=hello.heard,
         )
         try:
             agent.start()

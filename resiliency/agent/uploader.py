@@ -172,6 +172,15 @@ class Uploader:
         if older:
             self._worker.submit(partial(self._resume, dict(older), newest))
 
+    def watch(self, steps: Sequence[StepId]) -> None:
+        """Waits for the commits of steps of which this host has nothing to send: an earlier agent of the attempt has
+        sent its part, or, if this host is the only one, did not."""
+        for step in steps:
+            if len(self._config.local_ranks) < self._config.world_size:
+                self._others.add(step)
+            else:
+                self._worker.submit(partial(self._give_up, step, "its local copy is gone"))
+
     def delete(self, requests: Mapping[str, DeleteRequest]) -> None:
         """Adds names to delete on this tier, see :meth:`RemotePruner.request`."""
         self._pruner.request(requests)

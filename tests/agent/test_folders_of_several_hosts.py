@@ -15,7 +15,8 @@ from resiliency import faultpoints
 from resiliency.agent import commit
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.core import HostAgent
-from resiliency.agent.messages import Committed, Complete, Durable, Failed, Notice, Reached, Rescan
+from resiliency.agent.heard import HeardNotices
+from resiliency.agent.messages import Committed, Complete, Durable, Failed, Heard, Notice, Rescan, Seal, TierSave
 from resiliency.checkpoint.checkpointer import CheckpointerOptions
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions
@@ -179,8 +180,8 @@ def test_the_names_of_a_hosts_part_are_finished(
     first, _ = start(config)
     save(first, 1, "1.ckpt")
     (tmp_path / "local" / "1.ckpt").unlink()
-    reached = (Reached(tier="local", id=step_of(config, 1)),) if told else ()
-    agent, _ = start(later(config, attempt), reached=reached)
+    newest = (TierSave(tier="local", id=step_of(config, 1)),) if told else ()
+    agent, _ = start(later(config, attempt), heard=Heard(newest=newest))
     settle(agent)
     assert (step_at(tmp_path / "local" / "1.ckpt") == 1) is given
 
@@ -274,9 +275,137 @@ def test_the_next_agent_tells_of_all_that_was_committed_meanwhile_and_was_not_to
     other, _ = start(host(tmp_path / "a", 0, store=tmp_path / "store"))
     for step in (1, 2, 3):
         save(other, step, tiers=("store",))
-    reached = (Reached(tier="store", id=step_of(config, told)),) if told else ()
-    agent, heard = start(config, reached=reached)
+    newest = (TierSave(tier="store", id=step_of(config, told)),) if told else ()
+    agent, heard = start(config, heard=Heard(newest=newest))
     for step in range(told + 1, 4):
         wait_for(heard, Durable(id=step_of(config, step), tier="store"))
     settle(agent)
     assert not [step for step in range(1, told) if of_step(heard, config, step, "store")]
+
+
+def test_a_step_is_sent_though_another_host_has_deleted_its_manifest(tmp_path: Path, start: Start) -> None:
+    """In a shared folder. Host 1, which has sent its part, keeps fewer steps than host 0 has still to send."""
+    host_0 = dataclasses.replace(host(tmp_path / "local", 0), shared=True)
+    host_1 = dataclasses.replace(host(tmp_path / "local", 1, store=tmp_path / "store"), shared=True)
+    host_1 = dataclasses.replace(host_1, local=dataclasses.replace(host_1.local, keep=1))
+    (first, _), (other, _) = start(host_0), start(host_1)
+    for step, tiers in ((1, ("store",)), (2, ())):
+        for agent in (first, other):
+            (rank,) = agent.config.local_ranks
+            file = write_shard(agent.config, step, rank)
+            agent.handle(rank, seal_of(agent.config, step, file, tiers=tiers))
+            settle(agent)
+        first.handle(0, Complete(id=step_of(host_0, step)))
+        settle(first)
+        other.handle(1, Complete(id=step_of(host_1, step)))
+        settle(other)
+    assert steps_of(host_0) == [1, 2] and not shard_path(host_0, 1).with_name("manifest.json").exists()
+    awaited = (TierSave(tier="store", id=step_of(host_0, 1)),)
+    agent, heard = start(
+        dataclasses.replace(host_0, remotes=host_1.remotes), heard=Heard(newest=(), failed=(), awaited=awaited)
+    )
+    wait_for(heard, Durable(id=step_of(host_0, 1), tier="store"))
+    settle(agent)
+
+
+@pytest.mark.parametrize("left", ["nothing", "a record"])
+def test_the_commit_of_a_step_is_awaited_of_which_this_host_has_nothing_any_more(
+    tmp_path: Path, start: Start, left: str
+) -> None:
+    config = host(tmp_path / "b", 1, store=tmp_path / "store")
+    config = dataclasses.replace(config, local=dataclasses.replace(config.local, keep=1))
+    first, _ = start(config)
+    save(first, 1, tiers=("store",))
+    record = shard_path(config, 1, 1).with_suffix(".json")
+    data = record.read_bytes()
+    save(first, 2)
+    assert steps_of(config) == [2]
+    first.close()
+    if left == "a record":
+        record.parent.mkdir()
+        record.write_bytes(data)
+    agent, heard = start(config, heard=Heard(awaited=(TierSave(tier="store", id=step_of(config, 1)),)))
+    settle(agent)
+    other, _ = start(host(tmp_path / "a", 0, store=tmp_path / "store"))
+    save(other, 1, tiers=("store",))
+    wait_for(heard, Durable(id=step_of(config, 1), tier="store"))
+    assert not [message for message in heard if isinstance(message, Failed)]
+
+
+def test_a_wait_for_a_step_that_was_deleted_before_it_was_sent_ends(tmp_path: Path, start: Start) -> None:
+    """On the only host nobody else sends it."""
+    store = TierSpec(address=str(tmp_path / "store"), name="store", keep=None)
+    config = config_for(tmp_path / "local", remotes=(store,))
+    agent, heard = start(config, heard=Heard(awaited=(TierSave(tier="store", id=step_of(config, 1)),)))
+    settle(agent)
+    assert [(message.id, message.reason) for message in heard if isinstance(message, Failed)] == [
+        (step_of(config, 1), "its local copy is gone")
+    ]
+
+
+# ---- what a rank tells the next agent
+
+
+def sealed_for(step: int, *tiers: str) -> Seal:
+    return seal_of(CONFIG, step, tiers=tiers)
+
+
+CONFIG = config_for(Path("local"))
+ONE, TWO = step_of(CONFIG, 1), step_of(CONFIG, 2)
+
+
+def test_a_save_is_awaited_on_each_tier_from_its_commit_until_something_is_heard_of_it() -> None:
+    notices = HeardNotices("local")
+    notices.seal(sealed_for(1, "near", "far"))
+    assert notices.heard() == Heard()
+    notices.hear(Committed(id=ONE, tier="local"))
+    near, far = TierSave(tier="near", id=ONE), TierSave(tier="far", id=ONE)
+    assert set(notices.heard().awaited) == {near, far}
+    notices.hear(Failed(id=ONE, tier="far", reason="down", retrying=True))
+    assert set(notices.heard().awaited) == {near, far}
+    notices.hear(Durable(id=ONE, tier="local"))
+    notices.hear(Durable(id=ONE, tier="near"))
+    assert notices.heard().awaited == (far,)
+    notices.hear(Failed(id=ONE, tier="far", reason="gone"))
+    assert notices.heard().awaited == ()
+    assert set(notices.heard().newest) == {TierSave(tier="local", id=ONE), near}
+
+
+def test_of_each_tier_the_newest_save_is_told() -> None:
+    notices = HeardNotices("local")
+    for step in (TWO, ONE):
+        notices.hear(Committed(id=step, tier="local"))
+    assert notices.heard().newest == (TierSave(tier="local", id=TWO),)
+
+
+def test_a_save_that_failed_is_told_and_not_awaited() -> None:
+    notices = HeardNotices("local")
+    notices.seal(sealed_for(1, "far"))
+    notices.hear(Failed(id=ONE, tier="local", reason="no room"))
+    notices.hear(Committed(id=TWO, tier="local"))
+    notices.hear(Failed(id=TWO, tier="local", reason="fsync failed"))
+    assert notices.heard().failed == (ONE,)
+    notices.hear(Committed(id=ONE, tier="local"))
+    assert notices.heard().awaited == ()
+
+
+def test_a_rank_remembers_the_newest_saves_only() -> None:
+    notices = HeardNotices("local")
+    for step in range(1, 201):
+        notices.seal(sealed_for(step, "far"))
+        notices.hear(Committed(id=step_of(CONFIG, step), tier="local"))
+    heard = notices.heard().awaited
+    assert [save.id.step for save in heard] == list(range(137, 201))
+    for step in range(201, 401):
+        notices.seal(sealed_for(step, "far"))
+    for step in range(201, 401):
+        notices.hear(Committed(id=step_of(CONFIG, step), tier="local"))
+    assert [save.id.step for save in notices.heard().awaited] == list(range(337, 401))
+    for step in range(401, 601):
+        notices.seal(sealed_for(step, "far"))
+        notices.hear(Failed(id=step_of(CONFIG, step), tier="local", reason="no room"))
+    assert len(notices.heard().failed) == 16
+    for step in range(601, 666):
+        notices.seal(sealed_for(step, "far"))
+    notices.hear(Committed(id=step_of(CONFIG, 601), tier="local"))
+    assert 601 not in [save.id.step for save in notices.heard().awaited]

@@ -20,7 +20,7 @@ from resiliency import faultpoints
 from resiliency.agent import client
 from resiliency.agent.config import TierSpec
 from resiliency.agent.core import HostAgent
-from resiliency.agent.messages import Committed, Complete, Durable, Failed, NameRefused, Notice, Recorded
+from resiliency.agent.messages import Committed, Complete, Durable, Failed, Heard, NameRefused, Notice, Recorded
 from resiliency.agent.uploader import Uploader
 from resiliency.checkpoint.checkpointer import CheckpointerOptions
 from resiliency.checkpoint.coordinator import Coordinator
@@ -204,6 +204,28 @@ def test_a_save_that_failed_at_its_names_stays_failed_at_the_next_agent(
         reached = {(outcome.id.step, outcome.stage) for outcome in checkpointer.poll() if outcome.stage is not None}
         assert (3, Stage.DURABLE) in reached and not [entry for entry in reached if entry[0] == 1]
     assert step_at(tmp_path / "local" / "1.ckpt") is None
+
+
+@pytest.mark.kill
+def test_a_wait_for_an_upload_ends_when_the_step_and_its_agent_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faultpoints.arm("")
+    monkeypatch.setenv("RESILIENCY_FAULTS", "agent.upload.shard:delay=60")
+    with make_checkpointer(
+        tmp_path / "local",
+        remotes=[RemoteTierOptions(address=str(tmp_path / "store"), name="store")],
+        options=CheckpointerOptions(agent="process", drain_timeout=timedelta(seconds=10)),
+    ) as checkpointer:
+        monkeypatch.delenv("RESILIENCY_FAULTS")
+        ticket = checkpointer.save(1, make_state(1))
+        assert ticket is not None
+        ticket.wait(Stage.DURABLE, tier="local", timeout=SOON)
+        (folder,) = (path.parent for path in (tmp_path / "local").rglob("manifest.json"))
+        shutil.rmtree(folder)
+        the_agent().kill()
+        with pytest.raises(ResiliencyError, match="its local copy is gone"):
+            ticket.wait(Stage.DURABLE, tier="store", timeout=SOON)
 
 
 @pytest.mark.kill
@@ -421,7 +443,9 @@ def test_of_the_steps_that_waited_for_a_store_each_is_heard_of(tmp_path: Path, s
     }
     assert said == {1: [], 2: ["Durable"], 3: ["gave way"], 4: ["gave way"], 5: ["Durable"]}
     # Not after a look for the commit of another agent: there is none.
-    assert all("only the newest step waits for it" in message.reason for message in heard if isinstance(message, Failed))
+    assert all(
+        "only the newest step waits for it" in message.reason for message in heard if isinstance(message, Failed)
+    )
     assert [step_at(tmp_path / "store" / f"{step}.ckpt") for step in range(1, 6)] == [1, 2, None, None, 5]
     commit(agent, 6, names=("6.ckpt",), supersedes=tuple(f"{step}.ckpt" for step in range(1, 6)))
     settle(agent)
@@ -512,7 +536,7 @@ def test_what_was_reported_failed_is_not_finished_within_the_attempt(tmp_path: P
     if lost == "manifest and name":
         shard_path(config, 1).with_name("manifest.json").unlink()
     (tmp_path / "local" / "1.ckpt").unlink()
-    agent, heard = start(config, failed=(step_of(config, 1),))
+    agent, heard = start(config, heard=Heard(failed=(step_of(config, 1),)))
     agent.announce(0)
     settle(agent)
     assert not [message for message in heard if getattr(message, "id", None) == step_of(config, 1)]
