@@ -189,7 +189,10 @@ class HostAgent:
         awaited = {save.id for save in self._awaited if save.tier == uploader.spec.name} - {step.id for step in due}
         left = [step for step in self._steps.select(lambda step: step.id in awaited) if self._is_here(step)]
         due = sorted([*due, *left], key=lambda step: step.id)
-        uploader.watch(sorted(awaited - {step.id for step in left}))
+        gone = sorted(awaited - {step.id for step in left})
+        for step_id in gone:
+            self._steps.pin(step_id, 1)
+        uploader.look_for(gone)
         if not due:
             return
         older = {step.id: self._sent_records(step) for step in due[:-1] if self._is_of_this_attempt(step.id)}

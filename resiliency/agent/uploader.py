@@ -172,14 +172,11 @@ class Uploader:
         if older:
             self._worker.submit(partial(self._resume, dict(older), newest))
 
-    def watch(self, steps: Sequence[StepId]) -> None:
-        """Waits for the commits of steps of which this host has nothing to send: an earlier agent of the attempt has
-        sent its part, or, if this host is the only one, did not."""
+    def look_for(self, steps: Sequence[StepId]) -> None:
+        """Finds out what has become of steps of this attempt that this host has nothing to send of any more. An earlier
+        agent has sent its part; or, if this host is the only one, all of the step or nothing that counts."""
         for step in steps:
-            if len(self._config.local_ranks) < self._config.world_size:
-                self._others.add(step)
-            else:
-                self._worker.submit(partial(self._give_up, step, "its local copy is gone"))
+            self._worker.submit(partial(self._look_for, step))
 
     def delete(self, requests: Mapping[str, DeleteRequest]) -> None:
         """Adds names to delete on this tier, see :meth:`RemotePruner.request`."""
@@ -204,6 +201,10 @@ class Uploader:
                 "cannot read whether %s has step %d (%s); the local copy stays", self.spec.address, step.step, error
             )
             return False
+
+    @property
+    def _several_hosts(self) -> bool:
+        return len(self._config.local_ranks) < self._config.world_size
 
     # -- on the uploader's thread -------------------------------------------------------------------------------
 
@@ -276,11 +277,26 @@ class Uploader:
                 self._give_way(step, newest)
                 break  # the tier is down; it is not asked for the step before either
             self._give_way(step, newest)
-        others = len(self._config.local_ranks) < self._config.world_size
         for step in left:
             self._report(self.spec, step, UploadOutcome.PARTIAL, "")
-            if others and (self._named is None or step > self._named):
+            if self._several_hosts and (self._named is None or step > self._named):
                 self._others.add(step)  # the ranks may not have been told of it
+
+    def _look_for(self, step: StepId) -> None:
+        if self._several_hosts:
+            self._report(self.spec, step, UploadOutcome.PARTIAL, "")
+            self._others.add(step)
+            return
+        reason = "its local copy is gone"
+        try:
+            tier = self._open()
+            sent = read_sent(tier, self._config.run, step)
+            if sent is not None:
+                self._finish(tier, sent)
+                return
+        except (TierError, OSError, CorruptShard, ConfigError, AgentError) as error:
+            reason += f", and whether it was sent is not known: {error}"
+        self._give_up(step, reason)
 
     def _finish(self, tier: Tier, sent: Manifest) -> None:
         """Handles a step that is on the tier already. An agent of this attempt may have been killed before it had given

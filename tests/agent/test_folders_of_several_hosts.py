@@ -4,6 +4,7 @@ agent before it was killed, or the job was started again."""
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -341,6 +342,20 @@ def test_a_wait_for_a_step_that_was_deleted_before_it_was_sent_ends(tmp_path: Pa
     assert [(message.id, message.reason) for message in heard if isinstance(message, Failed)] == [
         (step_of(config, 1), "its local copy is gone")
     ]
+
+
+def test_a_step_that_was_sent_and_deleted_here_is_reported_when_its_agent_could_not(
+    tmp_path: Path, start: Start
+) -> None:
+    store = TierSpec(address=str(tmp_path / "store"), name="store", keep=None)
+    config = config_for(tmp_path / "local", remotes=(store,))
+    first, _ = start(config)
+    first.handle(0, seal_of(config, 1, write_shard(config, 1), tiers=("store",)))
+    settle(first)
+    shutil.rmtree(shard_path(config, 1).parent)
+    agent, heard = start(config, heard=Heard(awaited=(TierSave(tier="store", id=step_of(config, 1)),)))
+    settle(agent)
+    assert of_step(heard, config, 1, "store") == [Durable]
 
 
 # ---- what a rank tells the next agent
