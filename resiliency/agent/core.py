@@ -61,6 +61,7 @@ from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.claims import claim_attempt
 from resiliency.storage.fetch import remove_dead_fetches
 from resiliency.storage.manifest import (
+    COMMIT_MARK,
     MANIFEST,
     Manifest,
     ShardRecord,
@@ -349,7 +350,9 @@ class HostAgent:
                 missing, taken = ([], {}) if had else self._names_to_finish(found)
                 refused = write_names(self._tier, found, missing, self._fence) if missing else {}
             elif may_commit:
-                missing, taken = self._names_to_finish(found)
+                # A mark says that it was committed, as one host's part, when the job had more hosts.
+                had = os.path.lexists(self._path(step.id, COMMIT_MARK))
+                missing, taken = ([], {}) if had else self._names_to_finish(found)
                 found, refused = self._write_commit(found, names=missing)
                 self._steps.commit(step, found)
             else:

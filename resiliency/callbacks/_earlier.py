@@ -93,8 +93,9 @@ def continues_writer(trainer: Any, places: CheckpointPlaces, step: StepId) -> bo
 
 
 def newest_step(trainer: Any, places: CheckpointPlaces) -> StepId | None:
-    """The newest committed step that this rank sees; None when it sees none. Collective: no."""
-    found = [listing.id for listing in _listings(trainer, places) if listing.manifest is not None]
+    """The newest committed step of which this rank sees at least its host's part; None when it sees none. Collective:
+    no."""
+    found = [listing.id for listing in _listings(trainer, places) if listing.manifest or listing.part]
     for tier in _tiers(trainer, places):
         found += [file.manifest.id for file in single_files_of(tier, places.key.run)]
     return max(found, default=None)

@@ -338,6 +338,8 @@ def drop_folders(tier: LocalTier, run: str, *, through: str | None = None) -> st
     for listing in scan(tier, run):
         if listing.problems:
             return f"{listing.id}: {listing.problems[0]}"
+        if listing.manifest is None and listing.part is not None:
+            return f"{listing.id} has its other shards on other hosts"
         if listing.manifest is None:
             continue
         if _has_a_file(tier, listing.manifest):

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,10 +20,13 @@ from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.core import HostAgent
 from resiliency.agent.heard import HeardNotices
 from resiliency.agent.messages import Committed, Complete, Durable, Failed, Heard, Notice, Rescan, Seal, TierSave
+from resiliency.callbacks._earlier import newest_step
 from resiliency.checkpoint.checkpointer import CheckpointerOptions
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions
+from resiliency.storage.single_files import drop_folders
 from resiliency.storage.stage import Stage
+from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import make_checkpointer, make_state, run_ranks
 from tests.agent.sealing import config_for, seal_of, shard_path, step_of, write_shard
 from tests.agent.test_names_of_a_killed_agent import settle, step_at
@@ -136,6 +141,40 @@ def test_records_of_all_ranks_in_one_hosts_folder_are_no_commit(tmp_path: Path, 
     settle(agent)
     assert of_step(heard, config, 1) == [Committed, Durable]
     assert step_at(tmp_path / "local" / "1.ckpt") == 1
+
+
+def test_a_job_that_goes_on_with_one_host_gives_no_names_again(tmp_path: Path, start: Start) -> None:
+    """Host 1 has all records; the user has deleted the name."""
+    config = host(tmp_path / "local", 1)
+    first, _ = start(config)
+    save(first, 1, "1.ckpt")
+    (tmp_path / "local" / "1.ckpt").unlink()
+    agent, _ = start(config_for(tmp_path / "local", attempt=2, token="1a1b1c"))
+    settle(agent)
+    assert shard_path(config, 1).with_name("manifest.json").exists()
+    assert not (tmp_path / "local" / "1.ckpt").exists()
+
+
+def test_a_hosts_part_of_a_step_is_not_left_to_its_file_alone(tmp_path: Path, start: Start) -> None:
+    """A later fit on this host alone leaves only checkpoint files; this one has not all that belongs to the step."""
+    config = host(tmp_path / "local", 0)
+    first, _ = start(config)
+    save(first, 1, "1.ckpt")
+    assert "its other shards on other hosts" in drop_folders(LocalTier(tmp_path / "local"), config.run)
+    mark(config, 1).unlink()
+    assert drop_folders(LocalTier(tmp_path / "local"), config.run) == "" and not shard_path(config, 1).exists()
+
+
+def test_what_an_earlier_training_of_several_hosts_has_left_is_named(tmp_path: Path, start: Start) -> None:
+    config = host(tmp_path / "local", 0)
+    first, _ = start(config)
+    save(first, 1, "1.ckpt")
+    save(first, 2, "2.ckpt", complete=False)
+    trainer: Any = SimpleNamespace(is_global_zero=True)
+    places: Any = SimpleNamespace(
+        local=SimpleNamespace(directory=str(tmp_path / "local")), remotes=(), key=SimpleNamespace(run=config.run)
+    )
+    assert newest_step(trainer, places) == step_of(config, 1)
 
 
 @pytest.mark.kill
