@@ -278,8 +278,12 @@ class HostAgent:
         return step.of_attempt(self.config.attempt, self.config.token)
 
     def _rescan(self, loaded: StepId | None) -> None:
-        fresh = self._list_steps(finish=False)
-        self._sync_again([*fresh, *self._mark_loaded(loaded)])
+        fresh, marked = self._list_steps(finish=False), self._mark_loaded(loaded)
+        for step in marked:
+            for uploader in self._uploaders:
+                if _is_due(step, uploader):
+                    self._submit(step, uploader, only_if_missing=True)
+        self._sync_again([*fresh, *marked])
 
     def _mark_loaded(self, loaded: StepId | None) -> list[LocalStep]:
         """Marks this host's part of the step that the ranks have loaded, which therefore is whole: it has no mark when

@@ -11,8 +11,8 @@ __all__ = ["HeardNotices"]
 
 #: Number of failed saves that are remembered.
 _FAILED = 16
-#: Number of saves whose tiers are remembered, until they are there.
-_AWAITED = 64
+#: Most saves whose tiers are remembered, until something is heard of them.
+_AWAITED = 1000
 
 
 class HeardNotices:

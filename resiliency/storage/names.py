@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import stat
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
@@ -125,24 +126,27 @@ def missing_names(tier: Tier, step: StepRecords) -> list[str]:
 
 
 def is_taken_since(tier: LocalTier, step: StepRecords, name: str) -> bool:
-    """True when something that is no checkpoint of this library has been put under a name since the step was saved.
+    """True when somebody has put a file or folder under a name since the step was saved, be it a copy of another
+    checkpoint. Not noticed: a link to one, which is what a name is, too.
 
     Raises:
         TierError: the tier failed, and trying again may help.
     """
     try:
-        if read_name(tier, name) is not None:
-            return False
+        ours = read_name(tier, name) is not None
     except UnsupportedFormat:
         return False  # another version of this library wrote it
     except TierError as error:
         if error.retryable:
             raise
+        ours = False
     try:
-        # A copy or a move keeps the time of the last write, but not this one.
-        return os.lstat(tier.location(name)).st_ctime > step.created
+        found = os.lstat(tier.location(name))
     except FileNotFoundError:
         return False
+    if ours and (not stat.S_ISREG(found.st_mode) or found.st_nlink > 1):
+        return False
+    return found.st_ctime > step.created  # a copy or a move keeps the time of the last write, but not this one
 
 
 def _has_name(tier: Tier, step: StepRecords, name: str) -> bool:

@@ -16,6 +16,7 @@ import pytest
 
 from resiliency import faultpoints
 from resiliency.agent import commit
+from resiliency.agent import heard as heard_module
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.core import HostAgent
 from resiliency.agent.heard import HeardNotices
@@ -243,6 +244,19 @@ def test_the_step_that_was_loaded_is_kept_though_its_agent_was_killed_before_the
     assert steps_of(config) == [1, 2, 3]
 
 
+def test_the_step_that_was_loaded_is_sent_though_its_agent_was_killed_before_the_mark(
+    tmp_path: Path, start: Start
+) -> None:
+    config = host(tmp_path / "a", 0)
+    first, _ = start(config)
+    save(first, 1, "1.ckpt", tiers=("store",))
+    mark(config, 1).unlink()
+    agent, _ = start(later(host(tmp_path / "a", 0, store=tmp_path / "store"), "the next attempt"))
+    agent.handle(0, Rescan(loaded=step_of(config, 1), line=1))
+    settle(agent)
+    assert [path.name for path in (tmp_path / "store").rglob("shard-*.json")] == ["shard-00000.json"]
+
+
 def test_a_step_that_was_never_whole_is_deleted(tmp_path: Path, start: Start) -> None:
     config = host(tmp_path / "local", 1)
     first, _ = start(config)
@@ -443,7 +457,8 @@ def test_a_save_that_failed_is_told_and_not_awaited() -> None:
     assert notices.heard().awaited == ()
 
 
-def test_a_rank_remembers_the_newest_saves_only() -> None:
+def test_a_rank_remembers_the_newest_saves_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heard_module, "_AWAITED", 64)
     notices = HeardNotices("local")
     for step in range(1, 201):
         notices.seal(sealed_for(step, "far"))

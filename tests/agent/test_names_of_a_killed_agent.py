@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import shutil
 import threading
 import time
@@ -314,15 +315,21 @@ def commit(agent: HostAgent, step: int, **values: Any) -> None:
     assert manifest_of(agent.config, step) is not None
 
 
-def files_of(name: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in [name, *name.rglob("*")] if path.is_file()}
+def files_of(name: Path) -> dict[Path, Path]:
+    """Each file of a name, and a further link to it, which stays."""
+    files = {}
+    for path in [name, *name.rglob("*")]:
+        if path.is_file():
+            files[path] = name.parent.parent / f"{path.stat().st_ino}-{secrets.token_hex(4)}"
+            os.link(path, files[path])
+    return files
 
 
-def put_back(files: dict[Path, bytes]) -> None:
-    """As it was before the names moved on. A file of its own each, so that no shard is written over."""
-    for path, data in files.items():
+def put_back(files: dict[Path, Path]) -> None:
+    """As it was before the names moved on: links to what the step before has."""
+    for path, kept in files.items():
         path.unlink(missing_ok=True)
-        path.write_bytes(data)
+        os.link(kept, path)
 
 
 @pytest.mark.parametrize("ranks", [1, 2], ids=["a file", "a folder"])
@@ -385,7 +392,7 @@ def test_another_hosts_agent_reports_a_step_with_its_names(
     host_b = dataclasses.replace(host_a, node="b", local_ranks=(1,))
     last = tmp_path / "local" / "last.ckpt"
     (a, _), (b, heard) = start(host_a), start(host_b)
-    before: dict[Path, bytes] = {}
+    before: dict[Path, Path] = {}
     for step, given in ((1, ("last.ckpt",)), (2, names)):
         before = files_of(last)
         for agent in (b, a):
@@ -478,6 +485,25 @@ def test_a_step_that_was_reported_failed_is_not_reported_committed_with_the_next
     said = [type(message) for message in heard if getattr(message, "id", None) == step_of(config, 1)]
     assert said == [Recorded, Failed]
     assert step_at(tmp_path / "local" / "1.ckpt") is None
+
+
+def test_a_copy_of_another_checkpoint_under_a_name_is_not_replaced_by_the_next_agent(
+    tmp_path: Path, start: Start
+) -> None:
+    """But a name that an older step has is, when its file was changed since by another link."""
+    config = config_for(tmp_path / "local")
+    first, _ = start(config)
+    commit(first, 1, names=("1.ckpt", "last.ckpt"))
+    commit(first, 2, names=("2.ckpt", "last.ckpt"))
+    (shard_path(config, 2).with_name("manifest.json")).unlink()
+    for name in ("2.ckpt", "last.ckpt"):
+        (tmp_path / "local" / name).unlink()
+    shutil.copy2(tmp_path / "local" / "1.ckpt", tmp_path / "local" / "2.ckpt")
+    os.link(tmp_path / "local" / "1.ckpt", tmp_path / "local" / "last.ckpt")
+    agent, heard = start(dataclasses.replace(config, attempt=2, token="1a1b1c"))
+    settle(agent)
+    assert [step_at(tmp_path / "local" / f"{name}.ckpt") for name in (1, 2, "last")] == [1, 1, 2]
+    assert [message.name for message in heard if isinstance(message, NameRefused)] == ["2.ckpt"]
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
