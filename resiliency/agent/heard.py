@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any, TypeVar
 
 from resiliency.agent.messages import Committed, Durable, Failed, Heard, Notice, Seal, TierSave
 from resiliency.storage.step_id import StepId
 
 __all__ = ["HeardNotices"]
+
+_Key = TypeVar("_Key")
 
 #: Number of failed saves that are remembered.
 _FAILED = 16
@@ -57,18 +60,12 @@ class HeardNotices:
                 self._failed.append(message.id)
 
     def heard(self) -> Heard:
-        return Heard(
-            newest=tuple(self._newest.values()),
-            failed=tuple(self._failed),
-            awaited=tuple(sorted(self._awaited, key=_id)),
-        )
+        """What the next agent is told."""
+        awaited = sorted(self._awaited, key=lambda save: save.id)
+        return Heard(newest=tuple(self._newest.values()), failed=tuple(self._failed), awaited=tuple(awaited))
 
 
-def _id(save: TierSave) -> StepId:
-    return save.id
-
-
-def _forget(entries: dict[StepId, tuple[str, ...]] | dict[TierSave, None], most: int) -> None:
+def _forget(entries: dict[_Key, Any], most: int) -> None:
     """Removes the first of too many."""
     while len(entries) > most:
-        del entries[next(iter(entries))]  # type: ignore[arg-type]
+        del entries[next(iter(entries))]

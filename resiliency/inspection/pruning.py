@@ -62,12 +62,8 @@ def plan_pruning(listings: Sequence[StepListing], *, keep: int | None, unfinishe
     """
     committed = [listing for listing in listings if is_committed(listing)]
     unreadable = [listing for listing in listings if listing.problems]
-    elsewhere = [listing for listing in listings if listing.part is not None and not is_committed(listing)]
-    partial = [
-        listing
-        for listing in listings
-        if not listing.problems and not is_committed(listing) and listing not in elsewhere
-    ]
+    unfinished_here = [listing for listing in listings if not listing.problems and not is_committed(listing)]
+    partial = [listing for listing in unfinished_here if listing.part is None]
     newest = max(committed, key=lambda listing: listing.id, default=None)
     deleted_ids: Collection[StepId] = set(
         steps_to_delete(
@@ -86,8 +82,8 @@ def plan_pruning(listings: Sequence[StepListing], *, keep: int | None, unfinishe
     if unfinished:
         kept += [
             KeptStep(listing.id, "it is committed, and its other shards are on other hosts")
-            for listing in elsewhere
-            if not listing.problems
+            for listing in unfinished_here
+            if listing.part is not None
         ]
         late = "newer than every committed step here; a job may still commit it, or its other shards are on other hosts"
         kept += [KeptStep(listing.id, late) for listing in partial if listing.id not in deleted_ids]

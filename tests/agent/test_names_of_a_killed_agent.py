@@ -9,7 +9,8 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from resiliency.agent.config import TierSpec
 from resiliency.agent.core import HostAgent
 from resiliency.agent.messages import Committed, Complete, Durable, Failed, Heard, NameRefused, Notice, Recorded
 from resiliency.agent.uploader import Uploader
-from resiliency.checkpoint.checkpointer import CheckpointerOptions
+from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
 from resiliency.errors import ResiliencyError
@@ -178,16 +179,27 @@ def test_names_that_were_deleted_or_taken_since_are_left_alone_by_the_next_agent
         assert checkpointer.session.client.embedded is (next_one == "the rank itself")
 
 
+@contextmanager
+def first_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: str, *, store: Path | None = None
+) -> Iterator[Checkpointer]:
+    """A checkpointer with an agent process that has these faults; the agents that follow have none."""
+    faultpoints.arm("")
+    monkeypatch.setenv("RESILIENCY_FAULTS", faults)
+    with make_checkpointer(
+        tmp_path / "local",
+        remotes=[] if store is None else [RemoteTierOptions(address=str(store), name="store")],
+        options=CheckpointerOptions(agent="process", drain_timeout=timedelta(seconds=10)),
+    ) as checkpointer:
+        monkeypatch.delenv("RESILIENCY_FAULTS")
+        yield checkpointer
+
+
 @pytest.mark.kill
 def test_a_save_that_failed_at_its_names_stays_failed_at_the_next_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faultpoints.arm("")
-    monkeypatch.setenv("RESILIENCY_FAULTS", "agent.name.write:error@1")
-    with make_checkpointer(
-        tmp_path / "local", options=CheckpointerOptions(agent="process", drain_timeout=timedelta(seconds=10))
-    ) as checkpointer:
-        monkeypatch.delenv("RESILIENCY_FAULTS")
+    with first_agent(tmp_path, monkeypatch, "agent.name.write:error@1") as checkpointer:
         tickets = []
         for step in (1, 2, 3):
             ticket = checkpointer.save(step, make_state(step), names=[f"{step}.ckpt"])
@@ -211,14 +223,7 @@ def test_a_save_that_failed_at_its_names_stays_failed_at_the_next_agent(
 def test_a_wait_for_an_upload_ends_when_the_step_and_its_agent_are_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faultpoints.arm("")
-    monkeypatch.setenv("RESILIENCY_FAULTS", "agent.upload.shard:delay=60")
-    with make_checkpointer(
-        tmp_path / "local",
-        remotes=[RemoteTierOptions(address=str(tmp_path / "store"), name="store")],
-        options=CheckpointerOptions(agent="process", drain_timeout=timedelta(seconds=10)),
-    ) as checkpointer:
-        monkeypatch.delenv("RESILIENCY_FAULTS")
+    with first_agent(tmp_path, monkeypatch, "agent.upload.shard:delay=60", store=tmp_path / "store") as checkpointer:
         ticket = checkpointer.save(1, make_state(1))
         assert ticket is not None
         ticket.wait(Stage.DURABLE, tier="local", timeout=SOON)
@@ -233,12 +238,7 @@ def test_a_wait_for_an_upload_ends_when_the_step_and_its_agent_are_gone(
 def test_a_commit_that_could_not_be_synced_is_synced_by_the_next_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faultpoints.arm("")
-    monkeypatch.setenv("RESILIENCY_FAULTS", "agent.fsync:error@1")
-    with make_checkpointer(
-        tmp_path / "local", options=CheckpointerOptions(agent="process", drain_timeout=timedelta(seconds=10))
-    ) as checkpointer:
-        monkeypatch.delenv("RESILIENCY_FAULTS")
+    with first_agent(tmp_path, monkeypatch, "agent.fsync:error@1") as checkpointer:
         ticket = checkpointer.save(1, make_state(1), names=["1.ckpt"])
         assert ticket is not None
         ticket.wait(Stage.COMMITTED, timeout=SOON)
@@ -255,14 +255,7 @@ def test_what_was_put_under_a_name_after_a_save_failed_is_left_alone_by_the_next
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     """And the step is not reported durable elsewhere."""
-    faultpoints.arm("")
-    monkeypatch.setenv("RESILIENCY_FAULTS", f"{point}:error@1")
-    with make_checkpointer(
-        tmp_path / "local",
-        remotes=[RemoteTierOptions(address=str(tmp_path / "store"), name="store")],
-        options=CheckpointerOptions(agent="process", drain_timeout=timedelta(seconds=10)),
-    ) as checkpointer:
-        monkeypatch.delenv("RESILIENCY_FAULTS")
+    with first_agent(tmp_path, monkeypatch, f"{point}:error@1", store=tmp_path / "store") as checkpointer:
         ticket = checkpointer.save(1, make_state(1), names=["mine.ckpt"])
         assert ticket is not None
         with pytest.raises(ResiliencyError, match="cannot commit"):
