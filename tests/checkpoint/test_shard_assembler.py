@@ -7,6 +7,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -465,3 +466,52 @@ def test_a_plain_tensor_is_loaded_into_a_lazy_view(tmp_path: Path, target: str) 
         into = {"x": _TARGETS[target](torch.zeros_like(_COMPLEX))}
         checkpointer.load(into=into)
     assert torch.equal(into["x"], _COMPLEX)
+
+
+@pytest.mark.parametrize(
+    ("own", "loads"),
+    [
+        ({"rng": torch.arange(100), "tied": [torch.ones(3)] * 2, "x": (1, None), "none": torch.empty(0)}, 0),
+        ({"when": timedelta(seconds=3), "rng": torch.arange(100)}, 1),
+    ],
+    ids=["plain", "objects"],
+)
+def test_a_plain_state_of_a_rank_is_read_without_torchs_slower_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: dict[str, Any], loads: int
+) -> None:
+    calls: list[Any] = []
+    real = torch.load
+    with make_checkpointer(tmp_path) as checkpointer:
+        ticket = checkpointer.save(1, {"a": torch.ones(3)}, per_rank=own)
+        assert ticket is not None
+        ticket.wait(Stage.COMMITTED)
+        monkeypatch.setattr(torch, "load", lambda *given, **how: calls.append(given) or real(*given, **how))
+        restored = checkpointer.load()
+    assert restored is not None and differences(restored.per_rank, own) == [] and len(calls) == loads
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_no_more_threads_are_started_than_there_are_blocks_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    with make_checkpointer(tmp_path) as checkpointer:
+        ticket = checkpointer.save(1, {"a": torch.arange(150.0)})
+        assert ticket is not None
+        ticket.wait(Stage.COMMITTED)
+    (step,) = step_dirs(tmp_path)
+    reader = shard_reader(LocalTier(tmp_path), RUN, read_record(LocalTier(tmp_path), RUN, step, 0))
+    blocks: list[int] = []
+    started: list[Any] = []
+    read_and_check, submit = shard_assembler._read_and_check, shard_assembler.ThreadPoolExecutor.submit
+    monkeypatch.setattr(
+        shard_assembler, "_read_and_check", lambda r, block, s: blocks.append(block) or read_and_check(r, block, s)
+    )
+    monkeypatch.setattr(
+        shard_assembler.ThreadPoolExecutor, "submit", lambda *given: started.append(given) or submit(*given)
+    )
+    try:
+        one = ShardAssembler({0: reader}, rank=1, planner=plan_new(), allow_pickle=False)
+        assert one.read(threads=threads) == {} and differences(one.result()[0], {"a": torch.arange(150.0)}) == []
+    finally:
+        reader.close()
+    assert len(blocks) == 2 and len(started) == min(threads, 2) - 1  # the calling thread reads, too
