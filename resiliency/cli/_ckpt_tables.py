@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # importing it needs torch
     from resiliency.inspection.export import Exported
 
 __all__ = [
+    "PART_TEXT",
     "exported_json",
     "finding_json",
     "inspection_json",
@@ -39,7 +40,19 @@ __all__ = [
     "utc",
 ]
 
-_COLORS = {StepState.COMMITTED: "green", StepState.DAMAGED: "bold red", StepState.UNFINISHED: "yellow"}
+_COLORS = {
+    StepState.COMMITTED: "green",
+    StepState.PART: "green",
+    StepState.DAMAGED: "bold red",
+    StepState.UNFINISHED: "yellow",
+}
+
+
+#: What commands say of steps in the state "part".
+PART_TEXT = (
+    "the other shards of a committed step are on other hosts, in folders of their own; name those folders, too, to see"
+    " all of it"
+)
 
 
 def size(nbytes: int) -> str:
@@ -112,9 +125,13 @@ def print_ls(
         console.print(f"[bold]{labeled.label}[/] {escape(labeled.tier.root)}", soft_wrap=True)
     for run, views in runs.items():
         committed = sum(view.state is StepState.COMMITTED for view in views)
+        parts = sum(view.state is StepState.PART for view in views)
         total = size(sum(view.nbytes for view in views))
-        console.print(f"\n[bold]run {escape(run)}[/]: {plural(len(views), 'step')}, {committed} committed, {total}")
+        counts = f"{committed} committed, " + (f"{parts} committed in part, " if parts else "")
+        console.print(f"\n[bold]run {escape(run)}[/]: {plural(len(views), 'step')}, {counts}{total}")
         console.print(_ls_table(views, now, dates=console.width >= 100, show_tiers=len(tiers) > 1))
+        if parts:
+            console.print(f"part: {PART_TEXT}", soft_wrap=True)
         for view in views:
             for note in view.notes:
                 console.print(

@@ -154,7 +154,8 @@ def verify(paths: PathsArgument, run: RunOption = None, as_json: JsonOption = Fa
         seconds = time.monotonic() - began
         checked = sum(map(bytes_to_check, views))
         bad = {(finding.run, finding.id) for finding in findings if finding.bad}
-        bad |= {(view.run, view.id) for view in views if view.state is not StepState.COMMITTED}
+        good = (StepState.COMMITTED, StepState.PART)
+        bad |= {(view.run, view.id) for view in views if view.state not in good}
         if as_json:
             _verify_json(views, findings, bad, skipped, checked)
         else:
@@ -182,6 +183,7 @@ def _verify_text(
     views: list[StepView], findings: list[Finding], bad: set[Any], skipped: list[StepView], figures: str
 ) -> None:
     from resiliency.cli import _ckpt_tables as tables
+    from resiliency.inspection.survey import StepState
 
     out = console()
     for finding in findings:
@@ -191,6 +193,9 @@ def _verify_text(
             f"skip step {view.id.step} (attempt {view.id.attempt}) of run {view.run}: unfinished, nothing resumes from"
             " it"
         )
+    parts = sum(view.state is StepState.PART for view in views)
+    if parts:
+        typer.echo(f"part {tables.plural(parts, 'step')}: {tables.PART_TEXT}")
     if not bad:
         typer.echo(f"all good: {tables.plural(len(views), 'step')}, {figures}")
         return

@@ -16,7 +16,15 @@ from enum import Enum
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound
 from resiliency.storage.catalog import StepListing, find_runs, run_prefix, scan, step_prefix
 from resiliency.storage.format_version import earlier_format, refuse_format
-from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, gather_records, rank_of_shard
+from resiliency.storage.manifest import (
+    MANIFEST,
+    META_DIR,
+    STEPS_DIR,
+    Manifest,
+    StepRecords,
+    gather_records,
+    rank_of_shard,
+)
 from resiliency.storage.meta_folder import key_of
 from resiliency.storage.names import read_name
 from resiliency.storage.retention import live_names
@@ -50,11 +58,12 @@ logger = logging.getLogger(__name__)
 class StepState(Enum):
     """The condition of a step.
 
-    COMMITTED: it can be loaded. DAMAGED: its manifest exists but a file is missing, cut off or unreadable. UNFINISHED:
-        it has no manifest.
+    COMMITTED: it can be loaded. PART: it is committed, and shards of it are in the folders of other hosts. DAMAGED: it
+        is committed but a file is missing, cut off or unreadable. UNFINISHED: it is not committed.
     """
 
     COMMITTED = "committed"
+    PART = "part"
     DAMAGED = "damaged"
     UNFINISHED = "unfinished"
 
@@ -328,10 +337,15 @@ def survey(tiers: Sequence[LabeledTier], run: str) -> list[StepView]:
             )
     for view in views.values():
         _set_state(view, several=len(tiers) > 1)
-    names = live_names([view.manifest for view in views.values() if view.manifest is not None])
+    names = live_names([known for known in map(_known, views.values()) if known is not None])
     for view in views.values():
         view.names = tuple(name for name, step in names.items() if step == view.id)
     return sorted(views.values(), key=lambda view: view.id)
+
+
+def _known(view: StepView) -> StepRecords | None:
+    """The records of a step that is committed: of all its shards, or of one host's part."""
+    return view.manifest or next((copy.listing.part for copy in view.copies if copy.listing.part is not None), None)
 
 
 def _set_state(view: StepView, *, several: bool) -> None:
@@ -347,15 +361,18 @@ def _set_state(view: StepView, *, several: bool) -> None:
         if copy.listing.sizes.get(record.file) == record.nbytes
     )
     has_manifest = any(MANIFEST in copy.listing.sizes for copy in view.copies)
+    has_part = any(copy.listing.part is not None for copy in view.copies)
     for copy in view.copies:
         label = f"{copy.label}: " if several else ""
         view.notes += [label + text for text in _faults(copy, view.run)]
     if view.manifest is not None and view.present == set(range(view.manifest.world_size)):
         view.state = StepState.COMMITTED
-        if not has_manifest and all(copy.listing.part is None for copy in view.copies):
+        if not has_manifest and not has_part:
             view.notes.append("the manifest is missing; the records of all shards are there and stand in for it")
-    elif has_manifest or any(copy.listing.problems for copy in view.copies):
+    elif has_manifest or any(copy.listing.problems for copy in view.copies) or (has_part and view.notes):
         view.state = StepState.DAMAGED
+    elif has_part:
+        view.state = StepState.PART
     elif view.needed is None:
         view.notes.append("no record yet")
 
@@ -369,8 +386,9 @@ def unreadable(copy: StoredCopy, run: str) -> list[str]:
 def _faults(copy: StoredCopy, run: str) -> list[str]:
     """Texts about what is wrong with one copy; empty for an unfinished copy."""
     found = unreadable(copy, run)
-    if copy.listing.manifest is not None:
-        for record in copy.listing.manifest.shards:
+    known = copy.listing.manifest or copy.listing.part
+    if known is not None:
+        for record in known.shards:
             size = copy.listing.sizes.get(record.file)
             if size is None:
                 found.append(f"{record.file} is missing")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.inspection.survey import StepView, StoredCopy, unreadable
 from resiliency.storage.catalog import step_prefix, verify_shard
-from resiliency.storage.manifest import MANIFEST, ShardRecord, record_file
+from resiliency.storage.manifest import MANIFEST, ShardRecord, record_file, shard_file
 from resiliency.storage.names import read_name
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
@@ -128,6 +128,8 @@ def _metadata(view: StepView, copy: StoredCopy) -> list[Finding]:
             found.append(finding(True, record.file, f"cannot be checked: {missing}"))
     if listing.manifest is None and view.needed is not None:
         for rank in sorted(set(range(view.needed)) - set(listing.records)):
+            if listing.part is not None and shard_file(rank) not in listing.sizes:
+                continue  # it is in the folder of another host
             found.append(finding(True, record_file(rank), "is missing, so its shard cannot be checked"))
     return found
 
@@ -135,7 +137,7 @@ def _metadata(view: StepView, copy: StoredCopy) -> list[Finding]:
 def _names(view: StepView, copy: StoredCopy) -> list[Finding]:
     """Findings about names that are missing, or whose file belongs to something else."""
     found = []
-    if copy.listing.manifest is None:
+    if copy.listing.manifest is None and copy.listing.part is None:
         return []  # a step gets its names last, so it has none yet
     for name in view.names:
         path = copy.tier.location(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -197,6 +198,52 @@ def test_ls_counts_the_parts_of_several_hosts(ck: Path, tmp_path: Path) -> None:
     assert data("ls", ck)["runs"]["duo"][1]["state"] == "unfinished"
     found = data("ls", ck, other)
     assert (found["runs"]["duo"][1]["state"], list(found["tiers"])) == ("committed", ["local-1", "local-2"])
+
+
+@pytest.fixture
+def hosts(ck: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """Folders of two hosts that share none: each has a copy of shard 0, and the mark that the step is committed."""
+    other = tmp_path / "other"
+    copy_folder(ck, other)
+    for place in (ck, other):
+        for step in (1, 2):
+            (step_dir(place, "duo", step) / "manifest.json").unlink()
+            (step_dir(place, "duo", step) / "committed.json").write_text("{}")
+    for step in (1, 2):
+        shard(ck, "duo", step, 1).unlink()
+        shard(ck, "duo", step, 1).with_suffix(".json").unlink()
+    return ck, other
+
+
+def test_one_hosts_part_of_a_committed_step_is_no_unfinished_step(hosts: tuple[Path, Path]) -> None:
+    shown = run("ls", "--run", "duo", hosts[0]).stdout
+    assert "0 committed, 2 committed in part" in shown and "part: the other shards" in shown
+    assert "in part" not in run("ls", "--run", "solo", hosts[0]).stdout
+    steps = data("ls", hosts[0])["runs"]["duo"]
+    assert [(step["state"], step["shards_present"], bool(step["names"])) for step in steps] == [("part", 1, True)] * 2
+    assert [step["state"] for step in data("ls", *hosts)["runs"]["duo"]] == ["committed"] * 2
+    checked = run("verify", "--run", "duo", hosts[0]).stdout
+    assert "part 2 steps: the other shards" in checked and "all good: 2 steps" in checked
+
+
+def test_healthy_parts_of_several_hosts_are_good_and_damaged_ones_are_bad(hosts: tuple[Path, Path]) -> None:
+    assert data("verify", "--run", "duo", *hosts)["good"]
+    record = shard(hosts[1], "duo", 2, 1).with_suffix(".json")
+    kept = record.read_bytes()
+    record.unlink()
+    lost = run("verify", "--run", "duo", *hosts, status=1).stdout
+    assert "shard-00001.json is missing, so its shard cannot be checked" in lost
+    record.write_bytes(kept)
+    (first,), (second, *_) = (step["names"] for step in data("ls", hosts[0])["runs"]["duo"])
+    shutil.rmtree(hosts[0] / second)
+    shutil.copytree(hosts[0] / first, hosts[0] / second)
+    assert "says that it is step 1" in run("verify", "--run", "duo", hosts[0], status=1).stdout
+    flip_bits(shard(hosts[0], "duo", 1, 0), [(100, 101)])
+    os.truncate(shard(hosts[0], "duo", 2, 0), 1000)
+    found = data("verify", "--run", "duo", hosts[0], status=1)
+    assert [(step["state"], step["good"]) for step in found["steps"]] == [("part", False), ("damaged", False)]
+    (step_dir(hosts[0], "duo", 2) / "shard-00000.shard").unlink()
+    assert data("ls", hosts[0])["runs"]["duo"][1]["notes"] == ["shard-00000.shard is missing"]
 
 
 def test_ls_says_when_there_is_no_checkpoint(tmp_path: Path) -> None:
