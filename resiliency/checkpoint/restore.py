@@ -367,12 +367,14 @@ class Restorer:
         )
         record = readers[0].record
         if self.rank < plan.world_size and (self.rank not in readers or not readers[self.rank].has_rank_state):
-            logger.warning(
-                "rank %d: no good copy is left of what this rank alone had at step %d (random state, place in the"
-                " data); it goes on without, so that the resume is not exact",
-                self.rank,
-                plan.step.step,
+            missing = (
+                f"this host's copy of step {plan.step.step} lacks what this rank alone had (random state, place in the"
+                " data), because rank 0 was on another host, whose folder has it"
+                if self.rank in readers
+                else f"no good copy is left of what this rank alone had at step {plan.step.step} (random state, place"
+                " in the data)"
             )
+            logger.warning("rank %d: %s; it goes on without, so that the resume is not exact", self.rank, missing)
         return Restored(plan.step, state, per_rank, plan.world_size, record.names, record.info, duration_s, nbytes)
 
 

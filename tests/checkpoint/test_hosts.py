@@ -106,4 +106,5 @@ def test_the_state_is_loaded_where_another_host_has_rank_0(
     with caplog.at_level(logging.WARNING):
         assert run_ranks(world_size, load) == [None] * world_size
     told = [record.message for record in caplog.records if "what this rank alone had" in record.message]
-    assert len(told) == world_size
+    here, nowhere = "rank 0: this host's copy of step 1 lacks", "rank 1: no good copy is left of"
+    assert [text.split(" what this rank")[0] for text in sorted(told)] == [here, nowhere][:world_size]
