@@ -336,9 +336,8 @@ class Restorer:
             except CorruptShard as error:
                 problems = [self._shards.problem_with(plan, readers, error)]
             except Exception as error:  # Boundary: the caller's tensors and reads; raised later, too.
-                misfit = ConfigError(
-                    f"{plan.step} cannot be read into what was passed: {type(error).__name__}: {error}"
-                )
+                into = " into what was passed" if request.planner is not None else ""
+                misfit = ConfigError(f"{plan.step} cannot be read{into}: {type(error).__name__}: {error}")
                 misfit.__cause__ = error
             problems = self._share("verified", problems)
             if misfit is not None:

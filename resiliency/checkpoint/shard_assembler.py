@@ -145,7 +145,12 @@ class ShardAssembler:
                 good[number] = _read_and_check(self._readers[index], block, segments)
 
         with ThreadPoolExecutor(max(1, threads - 1), "resiliency-read") as pool:
-            others = [pool.submit(run_jobs) for _ in range(min(threads, len(jobs)) - 1)]
+            others = []
+            try:
+                for _ in range(min(threads, len(jobs)) - 1):
+                    others.append(pool.submit(run_jobs))
+            except RuntimeError as error:  # a limit of threads: fewer read, this one at least
+                logger.debug("%d threads read, not %d: %s", len(others) + 1, threads, error)
             run_jobs()
             for other in others:
                 other.result()

@@ -9,6 +9,7 @@ import json
 import pickle
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -59,11 +60,11 @@ def load_rank_state(reader: ShardReader, *, allow_pickle: bool) -> Any:
         CorruptShard: it is missing.
     """
     data = reader.entry(RANK_STATE)
-    try:
+    # Torch reads it after the handler, so that nothing of the first attempt is in memory any more.
+    with suppress(NotPlainPickle):
         return _plain_rank_state(data, f"{reader.path}:{RANK_STATE}")
-    except NotPlainPickle:
-        with harmless_classes():
-            return torch.load(io.BytesIO(data), weights_only=not allow_pickle, map_location="cpu")
+    with harmless_classes():
+        return torch.load(io.BytesIO(data), weights_only=not allow_pickle, map_location="cpu")
 
 
 def _plain_rank_state(data: bytes, where: str) -> Any:
@@ -81,7 +82,7 @@ def _plain_rank_state(data: bytes, where: str) -> Any:
         if key not in made:
             made[key] = _new_storage(entry.nbytes)
             if entry.nbytes:
-                view(made[key].data_ptr(), entry.nbytes)[:] = data[entry.start : entry.end]
+                view(made[key].data_ptr(), entry.nbytes)[:] = memoryview(data)[entry.start : entry.end]
         return made[key]
 
     made: dict[str, UntypedStorage] = {}

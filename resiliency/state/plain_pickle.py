@@ -118,7 +118,7 @@ def describe_plain(data: bytes) -> tuple[Any, dict[str, StoredTensor]]:
     reader = _Reader(io.BytesIO(data))
     try:
         tree = reader.load()
-        leaves = keyed_leaves(tree, _is_described_and_others_plain)
+        leaves = keyed_leaves(tree, _PlainTree(len(data)).is_described)
     except NotPlainPickle:
         raise
     except Exception as error:
@@ -130,27 +130,46 @@ def describe_plain(data: bytes) -> tuple[Any, dict[str, StoredTensor]]:
 
 
 _KEYS = frozenset({str, int, float, bool, complex, type(None), torch.dtype})
-_VALUES = _KEYS | {list, tuple, torch.Size}
 
 
-def _is_described_and_others_plain(value: Any) -> bool:
-    """Like :func:`is_described`, but refuses values that could hide a description.
+class _PlainTree:
+    """Tells descriptions from other values on a walk through a tree.
 
-    Raises:
-        NotPlainPickle: the value may hold a description in a place that :func:`keyed_leaves` does not look into.
+    Args:
+        most: how many items its containers may have in all, each counted as often as a path leads to it. A pickle of
+            containers that are in many places has more of them than bytes: ``k = [k, k]``, thirty times over, has a
+            thousand million.
     """
-    class_ = type(value)
-    if class_ is StoredTensor:
-        return True
-    if class_ is dict or class_ is OrderedDict:
-        for key in value:
-            if type(key) not in _KEYS and not (type(key) is tuple and _KEYS.issuperset(map(type, key))):
-                raise NotPlainPickle(f"a key of type {type(key).__name__}")
-        if class_ is OrderedDict and keyed_leaves(vars(value), _is_described_and_others_plain):
-            raise NotPlainPickle("a tensor that is an attribute")
-    elif class_ not in _VALUES and value is not OrderedDict and value is not torch.Size:
-        raise NotPlainPickle(f"a {class_.__name__}")
-    return False
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+
+    def is_described(self, value: Any) -> bool:
+        """Like :func:`is_described`, but refuses values that could hide a description.
+
+        Raises:
+            NotPlainPickle: the value may hold a description in a place that :func:`keyed_leaves` does not look into, or
+                the walk would take too long.
+        """
+        class_ = type(value)
+        if class_ is StoredTensor:
+            return True
+        if class_ in _KEYS:
+            return False
+        if class_ is dict or class_ is OrderedDict:
+            for key in value:
+                if type(key) not in _KEYS and not (type(key) is tuple and _KEYS.issuperset(map(type, key))):
+                    raise NotPlainPickle(f"a key of type {type(key).__name__}")
+            if class_ is OrderedDict and keyed_leaves(vars(value), self.is_described):
+                raise NotPlainPickle("a tensor that is an attribute")
+        elif class_ is not list and class_ is not tuple and class_ is not torch.Size:
+            if value is not OrderedDict and value is not torch.Size:
+                raise NotPlainPickle(f"a {class_.__name__}")
+            return False
+        self._left -= len(value) + 1
+        if self._left < 0:
+            raise NotPlainPickle("containers that are in very many places")
+        return False
 
 
 def describe_tensor(tensor: Tensor, storage: str) -> StoredTensor:

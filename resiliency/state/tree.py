@@ -52,18 +52,26 @@ def keyed_leaves(tree: Any, is_leaf: Callable[[Any], bool] = is_leaf) -> dict[st
     if is_leaf(tree):
         return {"value": tree}
     found: dict[str, Any] = {}
-    _find_leaves(tree, "", is_leaf, found)
+    _find_leaves(tree, "", is_leaf, found, {})
     return found
 
 
-def _find_leaves(container: Any, above: str, is_leaf: Callable[[Any], bool], found: dict[str, Any]) -> None:
-    """Adds the leaves in a container to ``found``. ``above``: what their paths begin with."""
+def _find_leaves(
+    container: Any, above: str, is_leaf: Callable[[Any], bool], found: dict[str, Any], without: dict[int, Any]
+) -> None:
+    """Adds the leaves in a container to ``found``.
+
+    Args:
+        above: what their paths begin with.
+        without: by id, containers that hold no leaf; they are not looked into again.
+    """
     if isinstance(container, dict):
         items: Iterable[tuple[Any, Any]] = list(container.items())
     elif isinstance(container, _SEQUENCES):
         items = enumerate(container)
     else:
         return
+    before = len(found)
     for name, item in items:
         part = str(name)
         if "%" in part or "/" in part:
@@ -73,8 +81,10 @@ def _find_leaves(container: Any, above: str, is_leaf: Callable[[Any], bool], fou
             while key in found:  # different paths may have the same text: 1 and "1"
                 key += "~"
             found[key] = item
-        else:
-            _find_leaves(item, f"{above}{part}/", is_leaf, found)
+        elif id(item) not in without:
+            _find_leaves(item, f"{above}{part}/", is_leaf, found, without)
+    if len(found) == before:
+        without[id(container)] = container
 
 
 def count_leaves(tree: Any, is_leaf: Callable[[Any], bool] = is_leaf) -> collections.Counter[int]:
@@ -96,27 +106,38 @@ def count_leaves(tree: Any, is_leaf: Callable[[Any], bool] = is_leaf) -> collect
 
 def replace_leaves(tree: Any, replacement: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = is_leaf) -> Any:
     """The tree with ``replacement(leaf)`` in place of each leaf. Changes containers in place, except tuples, which are
-    made anew."""
+    made anew. A container that is in several places stays one."""
     if is_leaf(tree):
         return replacement(tree)
-    return _with_replaced(tree, replacement, is_leaf)
+    return _with_replaced(tree, replacement, is_leaf, {})
 
 
-def _with_replaced(value: Any, replacement: Callable[[Any], Any], is_leaf: Callable[[Any], bool]) -> Any:
-    """:func:`replace_leaves` for anything but a leaf."""
+def _with_replaced(
+    value: Any, replacement: Callable[[Any], Any], is_leaf: Callable[[Any], bool], done: dict[int, tuple[Any, Any]]
+) -> Any:
+    """:func:`replace_leaves` for anything but a leaf. ``done``: by id, containers that were met, and what they are."""
     if isinstance(value, tuple):
-        items = [replacement(item) if is_leaf(item) else _with_replaced(item, replacement, is_leaf) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if id(value) in done:
+            return done[id(value)][1]
+        items = [
+            replacement(item) if is_leaf(item) else _with_replaced(item, replacement, is_leaf, done) for item in value
+        ]
+        made = value
+        if not all(new is old for new, old in zip(items, value, strict=True)):
+            made = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        done[id(value)] = value, made
+        return made
     if isinstance(value, dict):
         places: Iterable[tuple[Any, Any]] = list(value.items())
     elif isinstance(value, _SEQUENCES):
         places = enumerate(value)
     else:
         return value
+    if id(value) in done:
+        return value
+    done[id(value)] = value, value
     for place, item in places:
-        new = replacement(item) if is_leaf(item) else _with_replaced(item, replacement, is_leaf)
+        new = replacement(item) if is_leaf(item) else _with_replaced(item, replacement, is_leaf, done)
         if new is not item:
             value[place] = new
     return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,7 +21,7 @@ from resiliency.checkpoint import shard_assembler, shard_plan, stored_state
 from resiliency.checkpoint.read_plan import ReadPlanner, plan_into, plan_new
 from resiliency.checkpoint.shard_assembler import ShardAssembler, _by_block, _ByteRange, _read_block
 from resiliency.checkpoint.shard_reader import ShardReader, shard_reader
-from resiliency.errors import CorruptShard
+from resiliency.errors import ConfigError, CorruptShard
 from resiliency.state.unpickle import unpickle
 from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import read_record
@@ -488,6 +489,69 @@ def test_a_plain_state_of_a_rank_is_read_without_torchs_slower_reader(
         monkeypatch.setattr(torch, "load", lambda *given, **how: calls.append(given) or real(*given, **how))
         restored = checkpointer.load()
     assert restored is not None and differences(restored.per_rank, own) == [] and len(calls) == loads
+
+
+def test_a_large_state_of_a_rank_is_copied_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the bytes of the file into the tensor: its gradients are there when a step is cut in two."""
+    nbytes = 16 << 20
+    with make_checkpointer(tmp_path) as checkpointer:
+        ticket = checkpointer.save(1, {}, per_rank={"grad": torch.ones(nbytes, dtype=torch.uint8)})
+        assert ticket is not None
+        ticket.wait(Stage.COMMITTED)
+    (step,) = step_dirs(tmp_path)
+    reader = shard_reader(LocalTier(tmp_path), RUN, read_record(LocalTier(tmp_path), RUN, step, 0))
+    data = reader.entry("resiliency/rank.pt")
+    monkeypatch.setattr(reader, "entry", lambda name: data)
+    tracemalloc.start()  # does not count what torch allocates
+    try:
+        own = stored_state.load_rank_state(reader, allow_pickle=False)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        reader.close()
+    assert int(own["grad"].sum()) == nbytes and most < nbytes / 4
+
+
+@pytest.mark.parametrize(
+    ("into", "told"), [(None, "cannot be read: "), ({"a": 1}, "cannot be read into what was passed: ")]
+)
+def test_an_error_while_reading_names_only_what_was_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, into: Any, told: str
+) -> None:
+    def fail(*given: Any, **how: Any) -> Any:
+        raise MemoryError("no memory")
+
+    with make_checkpointer(tmp_path) as checkpointer:
+        ticket = checkpointer.save(1, {"a": 1})
+        assert ticket is not None
+        ticket.wait(Stage.COMMITTED)
+        monkeypatch.setattr(shard_assembler, "ReplicatedState", fail)
+        with pytest.raises(ConfigError, match=f"{told}MemoryError: no memory"):
+            checkpointer.load(into=into)
+
+
+def test_a_rank_that_may_start_no_thread_reads_alone(
+    saved: tuple[Path, ShardRecord, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, record, state = saved
+    start = threading.Thread.start
+    left = [1]
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("resiliency-read"):
+            if not left[0]:
+                raise RuntimeError("can't start new thread")
+            left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for left[0] in (0, 1):
+        reader = shard_reader(LocalTier(folder), RUN, record)
+        try:
+            one = ShardAssembler({0: reader}, rank=0, planner=plan_new(), allow_pickle=False)
+            assert one.read(threads=3) == {} and differences(one.result()[0], state) == []
+        finally:
+            reader.close()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])

@@ -7,6 +7,7 @@ import io
 import pickle
 import zipfile
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -176,6 +177,30 @@ def test_a_list_that_holds_itself_is_read() -> None:
     value.append(value)
     (back, _) = read(value)
     assert back[1] is back and torch.equal(back[0], torch.ones(2))
+
+
+@pytest.mark.parametrize("make", [lambda inner: [inner, inner], lambda inner: {"a": inner, "b": inner}])
+def test_containers_in_very_many_places_are_left_to_torchs_unpickler(make: Callable[[Any], Any]) -> None:
+    """A path for each place would take hours."""
+    value: Any = [torch.ones(2)]
+    for _ in range(40):
+        value = make(value)
+    data, storages = stored(value)
+    with pytest.raises(NotPlainPickle, match="in very many places"):
+        describe_plain(data)
+    found, _ = unpickle(data, lambda key, nbytes: storages[key])
+    for _ in range(40):
+        first, second = found if isinstance(found, list) else found.values()
+        assert first is second
+        found = first
+    assert torch.equal(found[0], torch.ones(2))
+
+
+def test_containers_in_some_places_are_plain() -> None:
+    """The betas of an optimizer, say."""
+    betas, groups = (0.9, 0.999), [{"params": [0, 1], "lr": 0.1}]
+    value = {"a": [betas] * 3, "b": groups, "c": groups, "d": [[] for _ in range(50)], "e": [None] * 50}
+    assert describe_plain(stored(value)[0])[0] == value
 
 
 def test_a_parameter_and_a_tensor_named_twice_come_back_as_they_were() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from resiliency.errors import ConfigError
-from resiliency.state.tree import dtype_from_name, dtype_name, keyed_leaves, replace_leaves
+from resiliency.state.tree import dtype_from_name, dtype_name, is_leaf, keyed_leaves, replace_leaves
 
 
 @pytest.mark.parametrize(
@@ -101,3 +101,31 @@ def test_a_dtype_is_found_by_its_name(name: str) -> None:
 def test_dtypes_this_torch_does_not_know(name: str) -> None:
     with pytest.raises(ConfigError, match="torch"):
         dtype_from_name(name)
+
+
+def nested(depth: int, inner: Any) -> Any:
+    """A container in a container, twice in each: 2**depth paths lead to the inner one."""
+    for _ in range(depth):
+        inner = [inner, inner]
+    return inner
+
+
+def test_containers_without_leaves_are_looked_into_once() -> None:
+    one = torch.ones(1)
+    looked: list[Any] = []
+    found = keyed_leaves({"deep": nested(60, [0]), "one": one}, lambda item: looked.append(item) or is_leaf(item))
+    assert found == {"one": one} and len(looked) < 200
+
+
+def test_containers_are_replaced_in_once_and_stay_one() -> None:
+    new = torch.ones(1)
+    pair = (torch.zeros(1), 1)
+    tree = {"pairs": [pair, pair], "same": (pair,), "deep": nested(60, [torch.zeros(1)])}
+    looked: list[Any] = []
+    made = replace_leaves(tree, lambda leaf: new, lambda item: looked.append(item) or is_leaf(item))
+    assert made["pairs"][0] is made["pairs"][1] is made["same"][0] and made["pairs"][0][0] is new
+    inner = made["deep"]
+    for _ in range(60):
+        assert inner[0] is inner[1]
+        inner = inner[0]
+    assert inner == [new] and len(looked) < 200
