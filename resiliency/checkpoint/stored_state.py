@@ -44,7 +44,7 @@ from resiliency.storage.shard_file import (
     storage_name,
 )
 
-__all__ = ["ReplicatedState", "ShardedState", "load_rank_state", "sharded_chunks"]
+__all__ = ["ReplicatedState", "ShardedState", "load_rank_state", "rank_state", "sharded_chunks"]
 
 # Torch declares no types for these.
 _sparse_checks: Any = torch.sparse.check_sparse_tensor_invariants
@@ -59,10 +59,19 @@ def load_rank_state(reader: ShardReader, *, allow_pickle: bool) -> Any:
         pickle.UnpicklingError: it holds objects of classes that may not be loaded.
         CorruptShard: it is missing.
     """
-    data = reader.entry(RANK_STATE)
+    return rank_state(reader.entry(RANK_STATE), where=f"{reader.path}:{RANK_STATE}", allow_pickle=allow_pickle)
+
+
+def rank_state(data: bytes, *, where: str, allow_pickle: bool) -> Any:
+    """A rank's own state from the bytes of its entry; ``where``: their place, for messages.
+
+    Raises:
+        pickle.UnpicklingError: it holds objects of classes that may not be loaded.
+        CorruptShard: it is no archive.
+    """
     # Torch reads it after the handler, so that nothing of the first attempt is in memory any more.
     with suppress(NotPlainPickle):
-        return _plain_rank_state(data, f"{reader.path}:{RANK_STATE}")
+        return _plain_rank_state(data, where)
     with harmless_classes():
         return torch.load(io.BytesIO(data), weights_only=not allow_pickle, map_location="cpu")
 

@@ -12,7 +12,6 @@ check, and with a warning.
 from __future__ import annotations
 
 import glob
-import io
 import logging
 import os
 import posixpath
@@ -29,6 +28,7 @@ import torch
 from resiliency.checkpoint.read_plan import plan_new
 from resiliency.checkpoint.shard_assembler import ShardAssembler, threads_for
 from resiliency.checkpoint.shard_reader import ShardReader
+from resiliency.checkpoint.stored_state import rank_state
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError
 from resiliency.inspection import survey
 from resiliency.regular_file import opened
@@ -416,7 +416,7 @@ def _own_state(file: BinaryIO, where: str, allow_pickle: bool) -> Any:
     if entry is None:
         return None
     data = read(entry.start, entry.end)
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not allow_pickle)
+    return rank_state(data, where=f"{where}:{RANK_STATE}", allow_pickle=allow_pickle)
 
 
 def _download(tier: Tier, key: str, path: str) -> str:
