@@ -168,6 +168,7 @@ class HostAgent:
             TierError: the local tier cannot be listed.
         """
         self._end_earlier_attempts()
+        self._take_leftover_files()
         try:
             # An earlier attempt's agent may have removed the folders since the ranks looked; from now on it cannot.
             restore_folders(self._tier, self.config.run)
@@ -232,14 +233,20 @@ class HostAgent:
         except OSError as error:
             logger.warning("what an earlier attempt of run %r has begun cannot be deleted: %s", config.run, error)
 
+    def _take_leftover_files(self) -> None:
+        """Before any rank asks for a file, because what is left once enough files are ready is deleted."""
+        try:
+            if self._only_agent():
+                self._files.take_leftovers()
+        except (OSError, AgentError) as error:
+            logger.info("prepared files of earlier attempts cannot be taken over: %s", error)
+
     def _delete_partial_files(self) -> None:
         """Deletes partial files of killed writers and restores: no listing shows them, but they take space."""
         try:
             self._fence.check()
             remove_dead_fetches(self.config.run_folder, self.config.node)
             self._tier.sweep()
-            if self._only_agent():
-                self._files.take_leftovers()
             delete_abandoned(os.path.dirname(self.config.run_folder))
         except (TierError, OSError, AgentError) as error:
             logger.info("partial files in %s could not be deleted: %s", self.config.local.address, error)

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from resiliency import faultpoints
-from resiliency.agent import file_pool
+from resiliency.agent import core, file_pool
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Restored, Ticket, arena, session, snapshot
 from resiliency.checkpoint.arena import Arena
 from resiliency.checkpoint.coordinator import Coordinator
@@ -575,7 +575,12 @@ def test_the_next_file_on_a_ramdisk_is_mapped_while_the_trainer_does_something_e
             time.sleep(0.01)
 
 
-def test_a_restart_writes_into_a_file_that_the_attempt_before_had_ready(tmp_path: Path) -> None:
+def test_a_restart_writes_into_a_file_that_the_attempt_before_had_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the agent still has steps to fsync and partial files to delete: the ranks do not wait for that."""
+    warm = threading.Event()
+    monkeypatch.setattr(core, "remove_dead_fetches", lambda *_: warm.wait(60))
     large = {"w": torch.ones(600_000)}
     folder = tmp_path / ".resiliency" / RUN / FILES_DIR
     folder.mkdir(parents=True)
@@ -584,7 +589,8 @@ def test_a_restart_writes_into_a_file_that_the_attempt_before_had_ready(tmp_path
     inode = left.stat().st_ino
     with make_checkpointer(tmp_path) as checkpointer:
         checkpointer.warm_up(large, slots=1)
-        assert not left.exists()
+        assert not left.exists() and not warm.is_set()
+        warm.set()
         ticket = checkpointer.save(1, large)
         assert ticket is not None
         ticket.wait(Stage.COMMITTED, timeout=SOON)
