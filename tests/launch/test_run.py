@@ -220,7 +220,7 @@ WAITING = """
     while not os.path.exists(os.path.join(folder, "go")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    print("rank", rank, "of attempt", attempt, "ends")
+    print(f"rank {rank} of attempt {attempt} ends")  # one write, also with PYTHONUNBUFFERED
 """
 
 
@@ -270,7 +270,7 @@ def test_launchers_of_two_hosts_restart_together(launch: Any, tmp_path: Path) ->
         dist.init_process_group("gloo")
         total = torch.ones(1)
         dist.all_reduce(total)
-        print("rank", rank, "of", dist.get_world_size(), "sums", int(total), flush=True)
+        os.write(1, f"rank {rank} of {dist.get_world_size()} sums {int(total)}\\n".encode())  # one write
         if os.path.exists(sys.argv[1]):
             dist.destroy_process_group()
             sys.exit()
