@@ -17,7 +17,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -322,7 +322,10 @@ class _Pickler(pickle.Pickler):
         made: Any = value
         if class_ is list:
             if type(value[0]) in _CONTAINERS:
-                made = [self.with_tables(item, depth + 1) for item in value]
+                found = [self.with_tables(item, depth + 1) for item in value]
+                # Not copied for nothing, because something that is not looked into (a tuple) may hold this list, too.
+                if any(map(is_not, found, value)):
+                    made = found
         else:
             classes = set(map(type, value.values()))
             marker = self._add_table(value, classes)

@@ -415,6 +415,35 @@ def test_a_tensor_that_is_in_a_table_and_elsewhere_stays_one_object(trip: Round)
         assert trip.problems(tree, lazy=True) == []
 
 
+@pytest.mark.parametrize("inside", [[], {}, [1], {"lr": 0.1}, {"w": torch.ones(3)}], ids=repr)
+def test_a_list_that_is_in_a_tuple_and_elsewhere_stays_one_object(inside: Any, trip: Round) -> None:
+    shared = [inside]
+    trees = [
+        [inside, (shared, 1), shared],
+        {"a": (shared, torch.ones(2)), "b": {"c": shared}},
+        [[shared], (shared,), [[shared]]],
+    ]
+    for tree in trees:
+        trip.save(tree)
+        restored = trip.checkpointer.load()
+        assert restored is not None and alike(restored.state, tree) == []
+        assert shared_lists(restored.state) == shared_lists(tree)
+
+
+def shared_lists(tree: Any) -> list[int]:
+    """For each list, in order, the position of its first occurrence."""
+    met: list[Any] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, list):
+            met.append(value)
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+            visit(item)
+
+    visit(tree)
+    return [next(index for index, other in enumerate(met) if other is value) for value in met]
+
+
 def test_objects_of_any_class_come_back(trip: Round) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     shared = {"x": torch.ones(3)}
