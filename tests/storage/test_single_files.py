@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from resiliency.agent import core
 from resiliency.checkpoint.options import LocalTierOptions
 from resiliency.errors import CorruptShard, NoCheckpointFound
 from resiliency.inspection import survey
@@ -245,6 +247,30 @@ def test_the_folder_goes_when_the_job_has_ended_in_order(tmp_path: Path, reason:
     checkpointer.close(reason=reason)
     assert os.path.exists(meta_folder(str(tmp_path))) is (reason == "nothing")
     assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_an_fsync_that_failed_is_tried_again_at_the_end(
+    again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory was deleted and made anew, say; without that the step's folder would stay for good."""
+    real, failed = core.fsync_step, threading.Event()
+
+    def fails_once(*arguments: Any) -> None:
+        if again or not failed.is_set():
+            failed.set()
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(tmp_path))
+        real(*arguments)
+
+    monkeypatch.setattr(core, "fsync_step", fails_once)
+    with make_checkpointer(LocalTierOptions(directory=str(tmp_path), only_files=True)) as checkpointer:
+        ticket = checkpointer.save(1, make_lightning_state(1), names=["a.ckpt"])
+        assert ticket is not None
+        ticket.wait()
+        assert failed.wait(20)
+        checkpointer.flush()
+    assert os.path.exists(meta_folder(str(tmp_path))) is again
+    assert os.listdir(tmp_path) == ["a.ckpt"] + ([META_DIR] if again else [])
 
 
 def test_a_folder_of_files_is_listed_and_verified(tmp_path: Path) -> None:
