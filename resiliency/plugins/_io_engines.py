@@ -29,11 +29,13 @@ class FolderEngine:
         directory: the folder.
         engine: the engine; it opens at the first save.
         users: numbers of the plugins that hold the engine.
+        names: of the checkpoints that were saved with it and not removed since.
     """
 
     directory: str
     engine: Checkpointer
     users: set[int] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
 
 
 #: Engines by process id (a forked child must not use its parent's engines), folder and run.
@@ -50,7 +52,7 @@ class EngineUse:
 
     def __init__(self, number: int) -> None:
         self._number = number
-        self._held: set[tuple[int, str, str]] = set()
+        self._held: dict[tuple[int, str, str], None] = {}  # the one that was taken last is the last
 
     def holds(self, directory: str, run: str | None) -> bool:
         """True when this plugin has taken the engine of this folder and run and has not released it since."""
@@ -77,7 +79,8 @@ class EngineUse:
                 engine = Checkpointer(local, run=run, rank=0, world_size=1, options=options)
                 found = _engines[key] = FolderEngine(directory, engine)
             found.users.add(self._number)
-        self._held.add(key)
+        self._held.pop(key, None)
+        self._held[key] = None
         return found
 
     def release(self, timeout: timedelta) -> None:
@@ -85,7 +88,11 @@ class EngineUse:
 
         Blocks: up to ``timeout`` for each engine.
         """
-        while self._held:
+        self.release_oldest(0, timeout)
+
+    def release_oldest(self, kept: int, timeout: timedelta) -> None:
+        """Like :meth:`release`, for all engines but the ``kept`` ones that were taken last."""
+        while len(self._held) > kept:
             self._release(next(iter(self._held)), timeout)
 
     def release_one(self, directory: str, run: str | None, timeout: timedelta) -> None:
@@ -93,7 +100,7 @@ class EngineUse:
         self._release(_key(directory, run), timeout)
 
     def _release(self, key: tuple[int, str, str], timeout: timedelta) -> None:
-        self._held.discard(key)
+        self._held.pop(key, None)
         with _lock:
             found = _engines.get(key)
             if found is None or key[0] != os.getpid():

@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 #: Most bytes of a file name, on every file system of Linux.
 _LONGEST_NAME = 255
+#: Most folders whose engines stay open: a name like "val/loss=0.1.ckpt" makes a folder for each checkpoint.
+_MOST_FOLDERS = 4
 _numbers = itertools.count()
 
 
@@ -80,6 +82,7 @@ class TieredIO:
         self._told_of_replaced = False
         #: True after the first teardown. A save that comes later closes its engine, because no teardown may follow.
         self._torn_down = False
+        self._saved_last = ""  # folder of the newest save
         self._failed: dict[str, str] = {}  # folder -> path whose save failed there, if no save has succeeded since
         self._postponed: dict[str, list[str]] = {}  # folder -> paths to remove once a save succeeds there again
         self._start()
@@ -159,7 +162,10 @@ class TieredIO:
         Raises:
             ResiliencyError: the save failed, or did not commit in ``flush_timeout``.
         """
-        engine = self._take(directory).engine
+        if not self._engines.holds(directory, self._run):
+            self._engines.release_oldest(_MOST_FOLDERS - 1, self._flush_timeout)
+        folder = self._take(directory)
+        engine = folder.engine
         step = step_of(checkpoint, engine)
         ticket = engine.save(step, checkpoint, names=[name])
         if ticket is None and engine.flush(Stage.COMMITTED, timeout=self._flush_timeout):
@@ -170,6 +176,8 @@ class TieredIO:
         found = _identity(directory, name)
         if found is None or found.id != ticket.id:
             raise ResiliencyError(f"the step was saved, but its name was not given to it; see {directory}")
+        folder.names.add(name)
+        self._saved_last = directory
 
     def _is_last(self) -> bool:
         """True when perhaps no teardown of this plugin follows: after the first teardown, and outside the main thread,
@@ -235,15 +243,18 @@ class TieredIO:
                 else:
                     _stock(self).remove_checkpoint(path)
                 return
-            held = self._engines.holds(directory, self._run)
+            done_here = not self._engines.holds(directory, self._run)
             try:
-                engine = self._take(directory).engine
-                if found.run == engine.run:
-                    engine.delete(name)
+                folder = self._take(directory)
+                if found.run == folder.engine.run:
+                    folder.engine.delete(name)
+                folder.names.discard(name)
+                # An engine keeps its newest step, which a restart needs, unless a newer one was saved elsewhere.
+                done_here = done_here or (not folder.names and directory != self._saved_last)
             except ResiliencyError as error:
                 logger.warning("%s is deleted, its step in %s is not: %s", path, directory, error)
             finally:
-                if self._is_last() or not held:
+                if self._is_last() or done_here:
                     self._engines.release_one(directory, self._run, self._flush_timeout)
             self._remove_file(path)
 

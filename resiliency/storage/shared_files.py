@@ -1,8 +1,8 @@
 """Files that several processes use: moves without loss, and the proof that no process has a file open.
 
-A shard file belongs to one step for ever: a process that has opened a file reads the content that it opened, and a
-writer that was stopped and revived holds a file that is its own or no step's. A file is used again only with the
-kernel's proof that no process has it open or mapped.
+A process that has opened a shard file reads the content that it opened, and a writer that was stopped and revived holds
+a file that is its own or no step's: a file is used again only with the kernel's proof that no process has it open or
+mapped. Pages that a process has put into a pipe or a socket (splice, sendfile) before it closed the file do not count.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.errors import CorruptShard
 from resiliency.inspection.by_path import load_path, locate
-from resiliency.plugins import _lightning, checkpoint_io
+from resiliency.plugins import _io_engines, _lightning, checkpoint_io
 from resiliency.plugins.checkpoint_io import build
 from resiliency.storage.catalog import scan
 from resiliency.storage.meta_folder import meta_folder
@@ -361,6 +361,38 @@ def test_the_step_of_the_newest_save_stays_when_its_file_is_removed(io: Any, tmp
     assert files(tmp_path) == []
     io.teardown()
     assert read(tmp_path)["global_step"] == 1
+
+
+def test_checkpoints_with_a_folder_each_are_removed_with_their_steps(io: Any, tmp_path: Path) -> None:
+    """As a name with the metric "val/loss" makes it."""
+    for step in range(1, 8):
+        io.save_checkpoint(checkpoint(step), tmp_path / f"epoch={step}-val" / "loss=0.1.ckpt")
+        if step > 1:
+            io.remove_checkpoint(tmp_path / f"epoch={step - 1}-val" / "loss=0.1.ckpt")
+            assert not os.path.exists(meta_folder(str(tmp_path / f"epoch={step - 1}-val")))
+    io.teardown()
+    left = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()]
+    assert left == ["epoch=7-val/loss=0.1.ckpt"]
+    assert sorted(os.listdir(tmp_path)) == [f"epoch={step}-val" for step in range(1, 8)], "stock leaves empty folders"
+
+
+def test_folders_without_end_do_not_keep_engines_without_end(io: Any, tmp_path: Path) -> None:
+    used = set()
+    for step in range(1, 10):
+        io.save_checkpoint(checkpoint(step), tmp_path / str(step) / "a.ckpt")
+        io.save_checkpoint(checkpoint(step), tmp_path / "often" / "last.ckpt")
+        assert len(_io_engines._engines) <= checkpoint_io._MOST_FOLDERS
+        (often,) = (found.engine for key, found in _io_engines._engines.items() if key[1].endswith("often"))
+        used.add(id(often))
+    assert len(used) == 1, "the engine that is used most was closed"
+    for step in (9, 3):  # one of them is open, of the other nothing is left but the file
+        io.remove_checkpoint(tmp_path / str(step) / "a.ckpt")
+        io.save_checkpoint(checkpoint(step + 10), tmp_path / str(step) / "b.ckpt")
+    assert torch.load(tmp_path / "3" / "b.ckpt")["global_step"] == 13
+    io.teardown()
+    assert not _io_engines._engines
+    assert {path.parent.name for path in tmp_path.rglob("*") if path.is_file()} == {"often", *map(str, range(1, 10))}
+    assert not list(tmp_path.rglob(".resiliency"))
 
 
 def test_a_stock_file_is_removed_as_stock_does(io: Any, tmp_path: Path) -> None:
