@@ -119,7 +119,7 @@ def test_a_name_that_the_user_has_deleted_after_a_crash_is_free(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-@pytest.mark.parametrize("kind", ["a file", "below a file", "long name", "long path", "loop"])
+@pytest.mark.parametrize("kind", ["a file", "below a file", "long name", "long path", "loop", "none"])
 def test_a_place_where_no_folder_can_be_ends_the_fit_as_with_the_stock_class(
     kind: str, namespace: str, tmp_path: Path
 ) -> None:
@@ -132,6 +132,7 @@ def test_a_place_where_no_folder_can_be_ends_the_fit_as_with_the_stock_class(
         "long name": tmp_path / ("d" * 256),
         "long path": tmp_path.joinpath(*["d" * 200] * 30),
         "loop": tmp_path / "loop" / "ckpts",
+        "none": Path("/proc/none/ckpts"),  # a file system that takes no new folders
     }[kind]
     raised = []
     for made in (stock(namespace), partial(ours, namespace)):
