@@ -477,7 +477,7 @@ class HostAgent:
             if not self._left.issuperset(self.config.local_ranks):
                 return
             for step in committed:
-                if step.sync_failed:  # perhaps because the directory was gone for a moment
+                if step.lacked_folder:
                     self._sync(step)
             through = self._tier.location(self._fence.staging)
             if not all(step.durable and step.pins == 0 for step in committed):
@@ -799,7 +799,8 @@ class HostAgent:
                     fsync_step(self.config.local.address, folder, self._own_records(step))
             except OSError as error:
                 # Not durable: older steps stay until a later step is fsynced.
-                step.sync_failed = True
+                # After an I/O error no further try counts: the kernel reports a failed write once.
+                step.lacked_folder = error.errno == errno.ENOENT
                 reason = f"fsync of {folder} failed: {error}"
                 tier = self.config.local.name
                 self._report.log_failed(step.id, Stage.DURABLE, tier, reason, will_retry=True)
@@ -807,7 +808,7 @@ class HostAgent:
                 self._report.notify_failed(step.id, tier, reason)
                 return
         with self._steps.lock:
-            step.durable, step.sync_failed = True, False
+            step.durable, step.lacked_folder = True, False
         if not self._is_of_this_attempt(step.id):
             if self._pruner.has_requests:  # the requests waited until this step was durable
                 self._commits.submit(self._prune)
