@@ -7,7 +7,7 @@ import os
 import stat
 from io import BufferedReader
 
-__all__ = ["NotAFile", "open_regular", "opened"]
+__all__ = ["NotAFile", "open_own", "open_regular", "opened"]
 
 _KINDS = {
     stat.S_IFIFO: "fifo",
@@ -49,6 +49,21 @@ def open_regular(path: str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def open_own(path: str) -> int:
+    """Opens a file of this library's to read it, for writing too where that is allowed: a program that has only read a
+    file is taken for one of the user's (:mod:`resiliency.agent.reader_watch`).
+
+    Raises:
+        OSError: as :func:`open_regular`.
+    """
+    try:
+        return open_regular(path, os.O_RDWR)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ETXTBSY):
+            raise
+        return open_regular(path)
 
 
 def opened(path: str) -> BufferedReader:

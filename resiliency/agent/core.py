@@ -36,7 +36,7 @@ from resiliency.agent.commit import (
     write_record,
 )
 from resiliency.agent.config import AgentConfig, TierSpec
-from resiliency.agent.file_pool import FilePool
+from resiliency.agent.file_pool import SMALL_FILE, FilePool
 from resiliency.agent.join import cut_back, join_shards
 from resiliency.agent.local_pruner import LocalPruner
 from resiliency.agent.local_steps import LocalStep, LocalSteps
@@ -60,6 +60,7 @@ from resiliency.storage.attempts import attempt_file, write_attempt
 from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.claims import claim_attempt
 from resiliency.storage.fetch import remove_dead_fetches
+from resiliency.storage.known_files import remember
 from resiliency.storage.manifest import (
     COMMIT_MARK,
     MANIFEST,
@@ -74,6 +75,7 @@ from resiliency.storage.manifest import (
 from resiliency.storage.meta_folder import move_into_directory
 from resiliency.storage.names import is_taken_since, missing_names
 from resiliency.storage.retention import DeleteRequest, Hold
+from resiliency.storage.shard_file import Identity
 from resiliency.storage.single_files import drop_folders, restore_folders
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
@@ -406,9 +408,17 @@ class HostAgent:
                 with self._traces.span("join", found.id):
                     found = join_shards(self._tier, found, self._fence)
                 self._steps.add_record(found.shards[0])
+            if found.replicated:
+                self._remember(found)
             with self._traces.span("manifest", found.id):
                 given = found.names if names is None else names
                 return found, write_commit(self._tier, found, given, self._fence, self.config.local_ranks)
+
+    def _remember(self, step: Manifest | UnfinishedStep) -> None:
+        identity = Identity(
+            id=step.id, run=step.run, rank=0, world_size=step.world_size, replicated=True, version=step.version
+        )
+        remember(self._path(step.id, shard_file(0, step.version)), identity)
 
     def wait(self, stage: Stage, *, tier: str | None = None, timeout_s: float) -> bool:
         """Blocks until everything sealed so far has reached a stage, see :class:`~resiliency.agent.messages.Flush`;
@@ -599,6 +609,8 @@ class HostAgent:
                 for record, file in zip(records, seal.files, strict=True):
                     target = self._path(record.id, record.file)
                     write_record(self._tier, record, file.path, file.inode, target, self._fence)
+                    if record.nbytes >= SMALL_FILE:
+                        self._files.watch(target)
         except (OSError, TierError, ValueError, AgentError) as error:  # ValueError: a path that no file can have
             # If its record exists, an earlier agent wrote it, and another host's agent may have committed the step. A
             # file that is not the sealed one belongs to somebody else. In both cases nothing is deleted.

@@ -1,8 +1,9 @@
 """Keeps shard files ready for the next saves, with their pages in memory. Runs at low priority beside the training.
 
 A new file is filled with zeros, because the first touch of a page takes ten times as long as a later copy. A file of a
-deleted step is used again only with proof (:mod:`resiliency.storage.shared_files`) that no process has it open and no
-link to it exists: it could be open in a reader of the old step, or in a stopped writer of a dead attempt. It is not
+deleted step is used again only with proof that no process has it open and no link to it exists
+(:mod:`resiliency.storage.shared_files`), and that nobody has read it (:mod:`resiliency.agent.reader_watch`): it could
+be open in a reader of the old step, or in a stopped writer of a dead attempt, or on its way through a socket. It is not
 used either where another file may share its blocks. On file systems that write changed data to new blocks (copy on
 write) nothing is prepared.
 """
@@ -22,6 +23,7 @@ from resiliency.agent._traces import Traces
 from resiliency.agent._worker import Worker
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.messages import FileReady
+from resiliency.agent.reader_watch import ReaderWatch
 from resiliency.storage.manifest import FILES_DIR
 from resiliency.storage.shared_files import is_ours_alone, write_zeros
 from resiliency.storage.tiers.local import copies_on_write, may_share_blocks, used_by_this_host_only
@@ -60,6 +62,8 @@ class FilePool:
         self._folder = os.path.join(config.run_folder, FILES_DIR)
         self._prefix = f"{config.node}-a{config.attempt:04d}-{config.token}-{config.local_ranks[0]}-"
         self._worker = Worker("resiliency-agent-files", nice=19)
+        self._readers = ReaderWatch()
+        self._never_named: set[str] = set()  # of the used ones, those that were never a step's
         self._ready: dict[str, FileReady] = {}  # by path
         self._used: list[str] = []  # files of deleted steps
         self._number = 0
@@ -74,7 +78,8 @@ class FilePool:
 
     def take_leftovers(self) -> None:
         """Takes over the prepared files of earlier attempts of this host, like files of deleted steps: their pages are
-        in memory, so a restart need not wait for new ones. Deletes small ones. Blocks: for the renames."""
+        in memory, so a restart need not wait for new ones. Files of steps that they had deleted go: who has read them
+        is not known. Deletes small ones. Blocks: for the renames."""
         config = self._config
         # Matched in full, because the name of another host may begin with this one's.
         mine = re.compile(rf"{re.escape(config.node)}-a(\d+)-([0-9a-f]{{6}})-\d+-\d+\.(free|used)")
@@ -118,6 +123,11 @@ class FilePool:
         if self._nbytes >= SMALL_FILE or self._used:
             self._worker.submit(lambda: self._refill(more_to_come, unless_taken))
 
+    def watch(self, path: str) -> None:
+        """Notices who reads a step's file from now on. Call it before the file gets a name, and for each file of which
+        it is not called, expect no second use."""
+        self._readers.watch(path)
+
     def use_again(self, path: str) -> None:
         """Takes the shard file of a deleted step out of its folder, to prepare it again or delete it later.
 
@@ -136,6 +146,8 @@ class FilePool:
     def _keep_used(self, path: str) -> None:
         target = self._new_path("used")
         os.rename(path, target)
+        if path.endswith(".free"):
+            self._never_named.add(target)
         self._used.append(target)
 
     def make_room(self, *, timeout_s: float) -> None:
@@ -157,6 +169,7 @@ class FilePool:
         """Ends the thread and deletes the files that are left. Idempotent."""
         self._worker.close()
         self._delete_all()
+        self._readers.close()
 
     # -- on the pool's thread -----------------------------------------------------------------------------------
 
@@ -225,7 +238,10 @@ class FilePool:
                 nbytes, size = self._nbytes, os.stat(path).st_size
                 fits = nbytes - _LENGTHENED <= size <= 2 * nbytes
                 # The proof covers processes of this kernel only, not those of another host.
-                if fits and used_by_this_host_only(path) and not may_share_blocks(path) and is_ours_alone(path):
+                local = used_by_this_host_only(path) and not may_share_blocks(path)
+                # In this order: a reader that closes the file is noticed before the lease can be had.
+                alone = fits and local and is_ours_alone(path)
+                if alone and (path in self._never_named or not self._readers.was_read(path)):
                     _lengthen(path, size, nbytes)
                     target = self._new_path("free")
                     os.rename(path, target)

@@ -8,11 +8,10 @@ kernel's clock, of up to 10 ms, has one time, so what is to be the newer one is 
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-
-from resiliency.regular_file import open_regular
 
 __all__ = ["newer_than_before", "unlink_in_order"]
 
@@ -64,9 +63,10 @@ def newer_than_before(path: str) -> Iterator[None]:
 def _opened(path: str) -> Iterator[int | None]:
     fd = None
     with suppress(OSError):
-        fd = open_regular(path)
+        # For its status alone, which does not count as reading it (resiliency.agent.reader_watch).
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        yield fd
+        yield fd if fd is not None and stat.S_ISREG(os.fstat(fd).st_mode) else None
     finally:
         if fd is not None:
             os.close(fd)
@@ -79,7 +79,7 @@ def _change_after(fd: int, last: int) -> int:
         if found.st_ctime_ns > last:
             break
         try:
-            os.utime(fd, ns=(found.st_atime_ns, found.st_mtime_ns))
+            os.utime(f"/proc/self/fd/{fd}", ns=(found.st_atime_ns, found.st_mtime_ns))
         except OSError:
             break
         found = os.fstat(fd)

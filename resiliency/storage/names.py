@@ -17,6 +17,7 @@ from contextlib import nullcontext
 from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.change_times import newer_than_before
+from resiliency.storage.known_files import recall
 from resiliency.storage.manifest import MANIFEST, StepRecords, rank_of_shard, record_file, shard_file
 from resiliency.storage.shard_file import IDENTITY_BYTES, Identity, read_identity
 from resiliency.storage.step_id import StepId
@@ -47,7 +48,7 @@ def read_name(tier: Tier, name: str) -> Identity | None:
         TierError: the tier cannot be read.
     """
     try:
-        return read_identity(tier.read_range(name, 0, IDENTITY_BYTES), where=tier.location(name))
+        return _identity_of(tier, name)
     except FileNotFoundError:
         # Any shard will do: a folder that one host has for itself may not have the first one, and an interrupted
         # deletion leaves only some.
@@ -59,6 +60,12 @@ def read_name(tier: Tier, name: str) -> Identity | None:
         return read_identity(tier.read_range(shard, 0, IDENTITY_BYTES), where=tier.location(shard))
     except FileNotFoundError:
         return None  # deleted meanwhile
+
+
+def _identity_of(tier: Tier, key: str) -> Identity | None:
+    """The identity in a file; without opening it, if this process has saved it."""
+    known = recall(tier.location(key)) if tier.is_local else None
+    return known or read_identity(tier.read_range(key, 0, IDENTITY_BYTES), where=tier.location(key))
 
 
 def give_name(tier: Tier, step: StepRecords, name: str) -> bool:
@@ -157,7 +164,7 @@ def _has_name(tier: Tier, step: StepRecords, name: str) -> bool:
     try:
         for file in files[1:]:
             tier.read_range(file, 0, 1)
-        found = read_identity(tier.read_range(files[0], 0, IDENTITY_BYTES), where=tier.location(name))
+        found = _identity_of(tier, files[0])
     except (FileNotFoundError, UnsupportedFormat):
         return False
     except TierError as error:

@@ -2,7 +2,8 @@
 
 A process that has opened a shard file reads the content that it opened, and a writer that was stopped and revived holds
 a file that is its own or no step's: a file is used again only with the kernel's proof that no process has it open or
-mapped. Pages that a process has put into a pipe or a socket (splice, sendfile) before it closed the file do not count.
+mapped, and if no process has read it, whose pages might still be in a pipe or a socket
+(:mod:`resiliency.agent.reader_watch`).
 """
 
 from __future__ import annotations

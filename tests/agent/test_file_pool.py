@@ -14,13 +14,22 @@ from typing import Any
 
 import pytest
 
-from resiliency.agent import file_pool
+from resiliency.agent import file_pool, reader_watch
 from resiliency.agent.file_pool import FilePool
 from resiliency.agent.messages import FileReady
+from resiliency.callbacks._names import is_stock
+from resiliency.storage.change_times import newer_than_before
+from resiliency.storage.known_files import remember
+from resiliency.storage.names import read_name
+from resiliency.storage.shard_file import Identity
+from resiliency.storage.step_id import StepId
+from resiliency.storage.tiers._source import Source
+from resiliency.storage.tiers.local import LocalTier, fsync_file
 from tests.agent.sealing import config_for
 
 SIZE = 2 << 20
 MARK = b"bytes of the deleted step"
+IDENTITY = Identity(id=StepId(1, 1, "0a0b0c"), run="run", rank=0, world_size=1, replicated=True)
 
 
 class Pool(FilePool):
@@ -57,11 +66,12 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
         assert pool.files == [], "files stay after close"
 
 
-def shard(tmp_path: Path, nbytes: int = SIZE) -> Path:
-    """The file of a step that is about to be deleted."""
+def shard(tmp_path: Path, pool: Pool, nbytes: int = SIZE) -> Path:
+    """The file of a step that was committed and is about to be deleted."""
     path = tmp_path / "local" / "step" / "shard-00000.shard"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(MARK.ljust(nbytes, b"."))
+    pool.watch(str(path))
     return path
 
 
@@ -141,7 +151,7 @@ def test_a_file_of_a_deleted_step_is_not_kept_waiting_for_a_new_one(
         real(fd, start, end, in_memory=in_memory)
         written.append(start)
         if len(written) == 2:  # a step is deleted while a new file is being made
-            pool.use_again(str(shard(tmp_path)))
+            pool.use_again(str(shard(tmp_path, pool)))
 
     monkeypatch.setattr(file_pool, "_PIECE", SIZE // 4)
     monkeypatch.setattr(file_pool, "write_zeros", write)
@@ -232,7 +242,7 @@ def test_no_new_file_is_made_while_that_of_a_step_is_about_to_come(
         pool.refill(more_to_come=True)
         pool.settle()
         assert len(pool.files) == kept - 1 and made == []
-        pool.use_again(str(shard(tmp_path)))
+        pool.use_again(str(shard(tmp_path, pool)))
         pool.settle()
         assert len(pool.files) == kept and made == [], "the file of the step"
     for name in pool.files:
@@ -257,13 +267,109 @@ def test_what_a_save_has_just_taken_is_not_replaced_by_a_new_file_until_it_is_du
 
 
 def test_a_file_that_nobody_has_is_used_again(make: Callable[..., Pool], tmp_path: Path) -> None:
-    pool, path = make(), shard(tmp_path)
+    pool = make()
+    path = shard(tmp_path, pool)
     pool.expect(SIZE, 1)
     inode = path.stat().st_ino
     pool.use_again(str(path))
     pool.settle()
     ((_, message),) = pool.said
     assert message.inode == inode and holds_mark(message) and not path.exists()
+
+
+READERS = {
+    "read": "os.read(fd, 100)",
+    "mapped": "m = mmap.mmap(fd, 0, prot=mmap.PROT_READ); os.close(fd); m[0]; m.close(); sys.exit()",
+    "spliced": "os.splice(fd, 1, 4096)",
+    "by another name": "",
+}
+
+
+@pytest.mark.parametrize("how", READERS)
+def test_a_file_that_somebody_has_read_is_never_used_again(make: Callable[..., Pool], tmp_path: Path, how: str) -> None:
+    """Its pages may still be in a socket or a pipe, where the receiver would find what is written into them later."""
+    pool = make()
+    path = shard(tmp_path, pool)
+    script = "import mmap, os, sys\nfd = os.open(sys.argv[1], os.O_RDONLY)\n" + READERS[how]
+    opened = path
+    if how == "by another name":
+        opened = tmp_path / "best.ckpt"
+        opened.hardlink_to(path)
+    with subprocess.Popen([sys.executable, "-S", "-c", script, str(opened)], stdout=subprocess.PIPE) as reader:
+        assert reader.wait(30) == 0
+        if how == "by another name":
+            opened.unlink()
+        pool.expect(SIZE, 1)
+        pool.use_again(str(path))
+        pool.settle()
+        ((_, message),) = pool.said
+        assert not holds_mark(message)
+        with open(message.path, "r+b") as file:
+            file.write(b"the next step")
+        assert reader.stdout is not None
+        assert reader.stdout.read() == (MARK.ljust(4096, b".") if how == "spliced" else b"")
+
+
+def test_what_this_library_does_with_a_file_is_not_reading(make: Callable[..., Pool], tmp_path: Path) -> None:
+    pool = make()
+    path = shard(tmp_path, pool)
+    fsync_file(str(path))
+    with Source(str(path), where="", key="") as source:
+        assert source.nbytes == SIZE
+    with newer_than_before(str(path)):
+        pass
+    remember(str(path), IDENTITY)
+    name = tmp_path / "local" / "best.ckpt"
+    name.hardlink_to(path)
+    assert read_name(LocalTier(tmp_path / "local"), "best.ckpt") == IDENTITY and not is_stock(str(name))
+    name.unlink()
+    pool.expect(SIZE, 1)
+    pool.use_again(str(path))
+    pool.settle()
+    assert [holds_mark(message) for _, message in pool.said] == [True]
+
+
+def test_a_reader_of_the_step_before_in_the_same_file_is_forgotten(make: Callable[..., Pool], tmp_path: Path) -> None:
+    pool = make()
+    path = shard(tmp_path, pool)
+    path.read_bytes()
+    pool.watch(str(path))  # the next step in it
+    pool.expect(SIZE, 1)
+    pool.use_again(str(path))
+    pool.settle()
+    assert [holds_mark(message) for _, message in pool.said] == [True]
+
+
+@pytest.mark.parametrize("why", ["not watched", "refused", "too many events", "deleted since"])
+def test_a_file_of_which_readers_are_not_known_is_not_used_again(
+    why: str, make: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why == "refused":
+        monkeypatch.setattr(reader_watch, "_checked", refuse)
+    pool = make()
+    path = shard(tmp_path, pool)
+    if why == "not watched":
+        pool._readers.close()
+    elif why == "too many events":
+        event = reader_watch._EVENT.pack(-1, reader_watch._IN_Q_OVERFLOW, 0, 0)
+        read, write = os.pipe2(os.O_NONBLOCK)
+        os.write(write, event)
+        os.dup2(read, pool._readers._fd)
+        os.close(read)
+    elif why == "deleted since":
+        path.unlink()
+        path.write_bytes(MARK.ljust(SIZE, b"."))  # it may get the same inode number
+    pool.expect(SIZE, 1)
+    pool.use_again(str(path))
+    pool.settle()
+    ((_, message),) = pool.said
+    assert not holds_mark(message)
+    if why == "too many events":
+        os.close(write)
+
+
+def refuse(*_: Any) -> int:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
 HOLDERS = {
@@ -279,7 +385,8 @@ HOLDERS = {
 
 @pytest.mark.parametrize("how", HOLDERS)
 def test_a_file_that_somebody_has_is_never_used_again(make: Callable[..., Pool], tmp_path: Path, how: str) -> None:
-    pool, path = make(), shard(tmp_path)
+    pool = make()
+    path = shard(tmp_path, pool)
     before = path.read_bytes()
     script = (
         "import mmap, os, signal, sys\npath = sys.argv[1]\n"
@@ -312,7 +419,8 @@ def test_a_file_that_somebody_has_is_never_used_again(make: Callable[..., Pool],
 
 def test_a_file_that_this_process_has_open_is_never_used_again(make: Callable[..., Pool], tmp_path: Path) -> None:
     """An embedded agent is in the trainer, which may read the step."""
-    pool, path = make(), shard(tmp_path)
+    pool = make()
+    path = shard(tmp_path, pool)
     with open(path, "rb") as reader:
         pool.expect(SIZE, 1)
         pool.use_again(str(path))
@@ -324,14 +432,16 @@ def test_a_file_that_this_process_has_open_is_never_used_again(make: Callable[..
 
 def test_the_place_of_a_small_file_is_free_at_once(make: Callable[..., Pool], tmp_path: Path) -> None:
     """It is never used again, so it does not wait for the thread of low priority."""
-    pool, path = make(), shard(tmp_path, (1 << 20) - 1)
+    pool = make()
+    path = shard(tmp_path, pool, (1 << 20) - 1)
     pool.use_again(str(path))
     assert not path.exists() and pool.files == [] and pool.idle
 
 
 @pytest.mark.parametrize("nbytes", [SIZE - (64 << 10) - 1, 2 * SIZE + 1])
 def test_a_file_of_another_size_is_deleted(make: Callable[..., Pool], tmp_path: Path, nbytes: int) -> None:
-    pool, path = make(), shard(tmp_path, nbytes)
+    pool = make()
+    path = shard(tmp_path, pool, nbytes)
     pool.expect(SIZE, 1)
     pool.use_again(str(path))
     pool.settle()
@@ -344,7 +454,8 @@ def test_a_file_that_is_a_little_too_short_is_lengthened_and_used_again(
     make: Callable[..., Pool], tmp_path: Path, missing: int
 ) -> None:
     """Files of equal states differ by some bytes, where a time in the record has another number of digits."""
-    pool, path = make(), shard(tmp_path, SIZE - missing)
+    pool = make()
+    path = shard(tmp_path, pool, SIZE - missing)
     pool.expect(SIZE, 1)
     pool.use_again(str(path))
     pool.settle()
@@ -359,7 +470,8 @@ def test_a_file_that_may_share_blocks_with_a_copy_is_not_used_again(
     make: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_pool, "may_share_blocks", lambda path: True)
-    pool, path = make(), shard(tmp_path)
+    pool = make()
+    path = shard(tmp_path, pool)
     pool.expect(SIZE, 1)
     pool.use_again(str(path))
     pool.settle()
@@ -372,7 +484,8 @@ def test_a_file_that_another_host_may_have_open_is_not_used_again(
 ) -> None:
     """This kernel grants the proof on FUSE, too, and knows of its own processes only."""
     monkeypatch.setattr(file_pool, "used_by_this_host_only", lambda path: False)
-    pool, path = make(), shard(tmp_path)
+    pool = make()
+    path = shard(tmp_path, pool)
     pool.expect(SIZE, 1)
     pool.use_again(str(path))
     pool.settle()
@@ -386,7 +499,7 @@ def test_nothing_is_prepared_where_files_are_written_elsewhere_anyway(
     monkeypatch.setattr(file_pool, "copies_on_write", lambda path: True)
     pool = make(world_size=2, local_ranks=(0, 1))
     pool.prepare()
-    pool.use_again(str(shard(tmp_path)))
+    pool.use_again(str(shard(tmp_path, pool)))
     pool.settle()
     assert pool.files == [] and {message.path for _, message in pool.said} == {""}
     assert {rank for rank, _ in pool.said} == {0, 1}, "a rank that warms up waits for its deadline"
@@ -396,7 +509,7 @@ def test_files_of_deleted_steps_are_not_hoarded(make: Callable[..., Pool], tmp_p
     pool = make()
     pool.prepare()
     for _ in range(4):
-        pool.use_again(str(shard(tmp_path)))
+        pool.use_again(str(shard(tmp_path, pool)))
     pool.settle()
     assert len(pool.files) == 2
 
@@ -424,6 +537,9 @@ def test_a_restart_takes_over_files_that_were_ready(make: Callable[..., Pool], t
     killed = Pool(tmp_path / "local", attempt=1)
     killed.prepare()
     inodes = {message.inode for _, message in killed.said}
+    for _, message in killed.said:
+        with open(message.path, "r+b") as file:
+            file.write(MARK)
     held = os.open(killed.said[0][1].path, os.O_RDWR)  # by a trainer of yesterday that was stopped
     try:
         pool = make(attempt=2, token="beefed")
@@ -433,6 +549,7 @@ def test_a_restart_takes_over_files_that_were_ready(make: Callable[..., Pool], t
         pool.prepare()
         told = {message.inode for _, message in pool.said}
         assert len(inodes) == len(pool.files) == 2 and told & inodes == inodes - {os.fstat(held).st_ino}
+        assert sorted(holds_mark(message) for _, message in pool.said) == [False, True]
     finally:
         os.close(held)
         killed._worker.close()

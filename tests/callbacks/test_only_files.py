@@ -7,15 +7,19 @@ import os
 import shutil
 import signal
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from resiliency.agent import file_pool
 from resiliency.callbacks.goodput import build as build_goodput
 from resiliency.callbacks.model_checkpoint import build
 from resiliency.storage.meta_folder import meta_folder
+from resiliency.storage.stage import Stage
 from resiliency.testing.zygote import Zygote
 from tests.callbacks.harness import (
     NAMESPACES,
@@ -56,6 +60,37 @@ def test_a_folder_looks_as_stock_leaves_it(namespace: str, case: str, tmp_path: 
         callback = made(dirpath=folder / "ckpts", **CASES[case])
         make_trainer(namespace, [callback], root=folder).fit(make_net(namespace), loader())
     assert everything(tmp_path / "ours") == everything(tmp_path / "stock")
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_saves_take_turns_in_the_same_files_until_somebody_reads_them(
+    read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To fill a new file with zeros for each save took a third of a core in a training loop."""
+    filled: list[str] = []
+    real = file_pool.write_zeros
+
+    def write_zeros(fd: int, start: int, end: int, **named: Any) -> None:
+        filled.append(os.readlink(f"/proc/self/fd/{fd}"))
+        real(fd, start, end, **named)
+
+    monkeypatch.setattr(file_pool, "write_zeros", write_zeros)
+    net = make_net(PL)
+    net.large = torch.nn.Parameter(torch.zeros(400_000))
+    callback = ours(PL, tmp_path, every_n_train_steps=1, save_top_k=1, save_last=True)
+
+    def wait(*_: Any) -> None:  # as in a real training, there is time between two saves
+        engine = callback._saver.engine
+        if engine is not None:
+            assert engine.flush(Stage.DURABLE, timeout=timedelta(seconds=20))
+            assert engine._parts().session.client._embedded._files._worker.wait_idle(time.monotonic() + 20)
+        if read and os.path.exists(tmp_path / "last.ckpt"):
+            torch.load(tmp_path / "last.ckpt")
+
+    net.on_train_batch_start = wait
+    make_trainer(PL, [callback], root=tmp_path, max_epochs=4).fit(net, loader())
+    assert len(steps(tmp_path)) >= 1 and callback.best_model_path
+    assert (len(set(filled)) > 10) if read else (len(set(filled)) <= 5)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -26,6 +26,7 @@ from torch.utils._device import _device_constructors
 from resiliency import faultpoints
 from resiliency.agent import core, file_pool
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Restored, Ticket, arena, session, snapshot
+from resiliency.checkpoint import checkpointer as checkpointer_module
 from resiliency.checkpoint.arena import Arena
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
@@ -33,7 +34,9 @@ from resiliency.checkpoint.save_tracker import SaveTracker
 from resiliency.errors import AgentError, ConfigError, NoCheckpointFound, ResiliencyError, Timeout
 from resiliency.inspection.by_path import load_path, locate
 from resiliency.settings import environment
+from resiliency.storage import known_files
 from resiliency.storage.manifest import FILES_DIR
+from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import QUICK, RUN, differences, make_checkpointer, make_state, run_ranks, step_dirs
 from tests.older_torch import NOT_STORED
@@ -597,6 +600,23 @@ def test_a_restart_writes_into_a_file_that_the_attempt_before_had_ready(
         (step,) = step_dirs(tmp_path).values()
         assert (step / "shard-00000.shard").stat().st_ino == inode
         assert differences(checkpointer.load().state, large) == []  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("who", ["rank", "agent"])
+def test_rank_and_agent_remember_what_they_saved_and_need_not_open_it(
+    who: str, checkpointer: Checkpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are different processes in most jobs; a file that either of them had opened would not be used again."""
+    known_files._known.clear()
+    other = core if who == "rank" else checkpointer_module
+    monkeypatch.setattr(other, "remember", lambda *_: None)
+    ticket = save(checkpointer, 1, names=["a.ckpt"])
+    found = known_files.recall(str(tmp_path / "c" / "a.ckpt"))
+    assert found is not None and (found.id, found.run, found.rank, found.replicated) == (ticket.id, RUN, 0, True)
+    with open(tmp_path / "c" / "a.ckpt", "rb") as file:
+        assert found == read_identity(file.read(IDENTITY_BYTES), where="")
+    os.utime(tmp_path / "c" / "a.ckpt")  # somebody has written into it
+    assert known_files.recall(str(tmp_path / "c" / "a.ckpt")) is None
 
 
 def test_saves_take_turns_in_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

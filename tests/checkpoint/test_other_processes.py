@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -214,6 +215,32 @@ def arena_slots() -> list[Slot]:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("place", ["disk", "ramdisk"])
+def test_what_a_reader_has_sent_on_without_reading_it_arrives_as_it_was(place: str, tmp_path: Path) -> None:
+    """``sendfile`` and ``splice`` put the pages of the file into a socket or a pipe, where they stay after the reader
+    has closed the file. What is then written into the file would arrive in their place."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if place == "ramdisk" else tmp_path) as folder:
+        state = {"w": torch.zeros(600_000)}
+        pipes = []
+        with make_checkpointer(LocalTierOptions(directory=folder, keep=1, keep_named=False)) as checkpointer:
+            checkpointer.warm_up(state)
+            for step in range(1, 9):
+                state["w"].fill_(step)
+                ticket = checkpointer.save(step, state, names=["last.ckpt"])
+                assert ticket is not None
+                ticket.wait(Stage.COMMITTED, timeout=SOON)
+                if step <= 3:
+                    fd, (read, write) = os.open(Path(folder, "last.ckpt"), os.O_RDONLY), os.pipe()
+                    assert os.splice(fd, write, 40_960, offset_src=1 << 20) == 40_960
+                    os.close(fd)
+                    pipes.append((step, read, write))
+                checkpointer.flush(timeout=SOON)
+        for step, read, write in pipes:
+            os.close(write)
+            with open(read, "rb") as file:
+                assert set(torch.frombuffer(bytearray(file.read()), dtype=torch.float32).tolist()) == {step}
+
+
 def test_a_fork_in_the_middle_of_a_save_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The child has the checkpointer, and no threads; it may drop it, collect it, use new memory and go on for long."""
 

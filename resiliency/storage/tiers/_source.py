@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 
-from resiliency.regular_file import opened
+from resiliency.regular_file import open_own
 from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.tiers._os_errors import tier_error
 
@@ -27,7 +27,7 @@ class Source:
     def __init__(self, path: str, *, where: str, key: str) -> None:
         self._error = functools.partial(tier_error, where=where, action=f"read {path} to store", key=key, path=path)
         try:
-            self._file = opened(path)
+            self._file = os.fdopen(open_own(path), "rb")
         except OSError as error:
             raise self._error(error) from error
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import BinaryIO
 
-from resiliency.regular_file import open_regular, opened
+from resiliency.regular_file import open_own, opened
 from resiliency.storage.manifest import META_DIR
 from resiliency.storage.meta_folder import MetaFolder
 from resiliency.storage.tiers._file_writer import FileWriter
@@ -95,7 +95,7 @@ def fsync_file(path: str) -> None:
     Raises:
         OSError: as ``open(2)`` and ``fsync(2)``.
     """
-    fd = open_regular(path)
+    fd = open_own(path)
     try:
         os.fsync(fd)
     finally:
