@@ -408,8 +408,8 @@ class HostAgent:
                 with self._traces.span("join", found.id):
                     found = join_shards(self._tier, found, self._fence)
                 self._steps.add_record(found.shards[0])
-            if found.replicated:
-                self._remember(found)
+            if found.replicated and not os.path.lexists(self._path(found.id, MANIFEST)):
+                self._remember(found)  # not at a second try: under its names a user may have written into the file
             with self._traces.span("manifest", found.id):
                 given = found.names if names is None else names
                 return found, write_commit(self._tier, found, given, self._fence, self.config.local_ranks)

@@ -7,10 +7,9 @@ import os
 import posixpath
 
 from resiliency.errors import TierError
-from resiliency.regular_file import NotAFile, opened
+from resiliency.regular_file import NotAFile, open_own
 from resiliency.storage.catalog import scan
 from resiliency.storage.format_version import READ_VERSIONS
-from resiliency.storage.known_files import recall
 from resiliency.storage.manifest import META_DIR, shard_file
 from resiliency.storage.retention import live_names
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
@@ -81,10 +80,8 @@ def is_stock(path: str) -> bool:
         return META_DIR not in path and not any(
             os.path.exists(os.path.join(path, shard_file(0, version))) for version in READ_VERSIONS
         )
-    if recall(path) is not None:
-        return False
     try:
-        with opened(path) as file:
+        with os.fdopen(open_own(path), "rb") as file:
             return read_identity(file.read(IDENTITY_BYTES), where=path) is None
     except NotAFile:
         return True

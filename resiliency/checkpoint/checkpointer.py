@@ -48,10 +48,7 @@ from resiliency.events import EventKind, EventSink, boot_id
 from resiliency.launch.start_times import start_fields
 from resiliency.settings import environment
 from resiliency.spans import traced
-from resiliency.storage.catalog import step_prefix
-from resiliency.storage.known_files import remember
-from resiliency.storage.manifest import shard_file
-from resiliency.storage.shard_file import Chunk, Identity
+from resiliency.storage.shard_file import Chunk
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
@@ -412,7 +409,6 @@ class Checkpointer:
             tiers=(LOCAL, *due),
             can_be_durable=(*((LOCAL,) if self._local.durable else ()), *due),
             _wait=self._wait,
-            _on_committed=self._remembering(save_id) if plan.replicated else lambda: None,
         )
         in_flight = saves.begin(ticket, request.supersedes)
         in_flight.undo_schedule = undo_schedule
@@ -723,12 +719,6 @@ class Checkpointer:
         parts = self._parts()
         self.fence()
         return parts.restorer.load(planner=planner, step=step, allow_pickle=allow_pickle, saved=parts.saves.newest)
-
-    def _remembering(self, step: StepId) -> Callable[[], None]:
-        """A function that remembers the step's file, so that this process need not open it to know it again."""
-        identity = Identity(id=step, run=self.run, rank=0, world_size=self.world_size, replicated=True)
-        path = self._parts().session.local_tier.location(step_prefix(self.run, step) + shard_file(0))
-        return lambda: remember(path, identity)
 
     def steps(self) -> list[tuple[StepId, tuple[str, ...]]]:
         """Steps that could be restored now, newest first, with their names. Collective: yes.

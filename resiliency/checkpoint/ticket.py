@@ -69,7 +69,6 @@ class Ticket:
     failed: str | None = None
     given_up: dict[str, str] = field(default_factory=dict)
     _wait: Callable[[Ticket, Stage, str | None, float], None]
-    _on_committed: Callable[[], None] = lambda: None
     _stages: dict[str, Stage] = field(default_factory=dict)
 
     @property
@@ -99,8 +98,6 @@ class Ticket:
         before = self._stages.get(tier)
         if before is None or before.reached_by(stage):
             self._stages[tier] = stage
-        if stage is Stage.COMMITTED and tier == LOCAL:
-            self._on_committed()
 
     def wait(
         self, stage: Stage = Stage.COMMITTED, *, tier: str | None = None, timeout: timedelta = timedelta(minutes=5)

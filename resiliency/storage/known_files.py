@@ -1,7 +1,7 @@
 """Remembers which step a file is, so that a process that knows need not open the file to find out. No torch.
 
 A step's file that the user's programs have opened is not used again (:mod:`resiliency.agent.reader_watch`), and the
-kernel does not tell who opened a file. So ranks and agents do not open the files that they have saved themselves.
+kernel does not tell who opened a file. So an agent does not open the files that it has committed itself.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ _known: dict[tuple[int, int, int, int], Identity] = {}
 
 
 def remember(path: str, identity: Identity) -> None:
-    """Remembers what a file is. Call it when nothing will be written to the file any more. Thread: any. Blocks: for one
-    ``stat``; a file that is not there is left out."""
+    """Remembers what a file is. Call it when nothing of ours will be written to the file any more, and before it has a
+    name under which a user could write into it. Thread: any. Blocks: for one ``stat``; a file that is not there is left
+    out."""
     key = _key(path)
     if key is not None:
         _known[key] = identity

@@ -25,8 +25,8 @@ from torch.utils._device import _device_constructors
 
 from resiliency import faultpoints
 from resiliency.agent import core, file_pool
+from resiliency.callbacks._names import is_stock
 from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Restored, Ticket, arena, session, snapshot
-from resiliency.checkpoint import checkpointer as checkpointer_module
 from resiliency.checkpoint.arena import Arena
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
@@ -602,14 +602,8 @@ def test_a_restart_writes_into_a_file_that_the_attempt_before_had_ready(
         assert differences(checkpointer.load().state, large) == []  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("who", ["rank", "agent"])
-def test_rank_and_agent_remember_what_they_saved_and_need_not_open_it(
-    who: str, checkpointer: Checkpointer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are different processes in most jobs; a file that either of them had opened would not be used again."""
-    known_files._known.clear()
-    other = core if who == "rank" else checkpointer_module
-    monkeypatch.setattr(other, "remember", lambda *_: None)
+def test_an_agent_remembers_what_it_committed_and_need_not_open_it(checkpointer: Checkpointer, tmp_path: Path) -> None:
+    """A file that it had opened to read would not be used again."""
     ticket = save(checkpointer, 1, names=["a.ckpt"])
     found = known_files.recall(str(tmp_path / "c" / "a.ckpt"))
     assert found is not None and (found.id, found.run, found.rank, found.replicated) == (ticket.id, RUN, 0, True)
@@ -617,6 +611,30 @@ def test_rank_and_agent_remember_what_they_saved_and_need_not_open_it(
         assert found == read_identity(file.read(IDENTITY_BYTES), where="")
     os.utime(tmp_path / "c" / "a.ckpt")  # somebody has written into it
     assert known_files.recall(str(tmp_path / "c" / "a.ckpt")) is None
+
+
+@pytest.mark.parametrize("when", ["before the rank hears of the commit", "after"])
+def test_a_file_that_a_user_writes_in_the_place_of_a_checkpoint_is_not_taken_for_one(
+    when: str, checkpointer: Checkpointer, tmp_path: Path
+) -> None:
+    path = tmp_path / "c" / "a.ckpt"
+    ticket = checkpointer.save(1, make_state(1), names=["a.ckpt"])
+    assert ticket is not None
+    if when == "after":
+        ticket.wait(Stage.DURABLE, timeout=SOON)
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    inode = path.stat().st_ino
+    torch.save({"mine": 1}, path)
+    assert path.stat().st_ino == inode
+    ticket.wait(timeout=SOON)
+    assert is_stock(str(path))
+    save(checkpointer, 2, names=["b.ckpt"], supersedes=["a.ckpt"])
+    save(checkpointer, 3, names=["c.ckpt"], supersedes=["b.ckpt"])
+    assert checkpointer.flush(Stage.DURABLE, timeout=SOON)
+    assert torch.load(path) == {"mine": 1} and not (tmp_path / "c" / "b.ckpt").exists()
 
 
 def test_saves_take_turns_in_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
