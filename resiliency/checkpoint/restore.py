@@ -132,7 +132,12 @@ class Restorer:
         inventory, newest_saved = self._inventory(saved)
         problems: list[CopyProblem] = []
         for _ in range(_MAX_PLANS):
-            plan = self._plan(inventory, {problem.copy for problem in problems}, only=step)
+            bad = {problem.copy for problem in problems}
+            plan = self._plan(inventory, bad, only=step)
+            if plan is None and problems:
+                # The step may be gone because a newer one was committed meanwhile, and the ranks did not see that yet.
+                inventory, newest_saved = self._inventory(saved)
+                plan = self._plan(inventory, bad, only=step)
             if plan is None:
                 break
             found = self._fetch_missing(plan)

@@ -26,7 +26,16 @@ from torch.utils._device import _device_constructors
 from resiliency import faultpoints
 from resiliency.agent import core, file_pool
 from resiliency.callbacks._names import is_stock
-from resiliency.checkpoint import Checkpointer, CheckpointerOptions, Restored, Ticket, arena, session, snapshot
+from resiliency.checkpoint import (
+    Checkpointer,
+    CheckpointerOptions,
+    Restored,
+    Ticket,
+    arena,
+    session,
+    shard_access,
+    snapshot,
+)
 from resiliency.checkpoint.arena import Arena
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
@@ -600,6 +609,30 @@ def test_a_restart_writes_into_a_file_that_the_attempt_before_had_ready(
         (step,) = step_dirs(tmp_path).values()
         assert (step / "shard-00000.shard").stat().st_ino == inode
         assert differences(checkpointer.load().state, large) == []  # type: ignore[union-attr]
+
+
+def test_a_step_that_gives_way_to_a_newer_one_while_it_is_loaded_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load right after a save lists the step before, and the agent then commits the save and deletes that step."""
+    with make_checkpointer(LocalTierOptions(directory=str(tmp_path), keep=None)) as checkpointer:
+        for step in (1, 2):
+            save(checkpointer, step)
+        folders = {step.step: folder for step, folder in step_dirs(tmp_path).items()}
+        folders[2].rename(tmp_path / "later")
+        real, asked = shard_access.read_record, []
+
+        def read_record(*arguments: Any) -> Any:
+            if not asked:
+                shutil.rmtree(folders[1])
+                (tmp_path / "later").rename(folders[2])
+            asked.append(arguments)
+            return real(*arguments)
+
+        monkeypatch.setattr(shard_access, "read_record", read_record)
+        restored = checkpointer.load()
+        assert restored is not None and restored.step == 2 and len(asked) == 2
+        assert differences(restored.state, make_state(2)) == []
 
 
 def test_an_agent_remembers_what_it_committed_and_need_not_open_it(checkpointer: Checkpointer, tmp_path: Path) -> None:
