@@ -197,7 +197,10 @@ class FilePool:
                 if used is None and more_to_come and len(self._ready) == self._wanted - 1:
                     return
                 with self._traces.span("prepare", bytes=self._nbytes):
-                    self._offer(used or self._new_file())
+                    if used is not None:
+                        self._offer(used)
+                    else:
+                        self._offer(*self._new_file())
         except OSError as error:
             # The save that finds no file makes its own, and reports the problem.
             logger.info("no shard file of %d bytes can be prepared in %s: %s", self._nbytes, self._folder, error)
@@ -222,10 +225,10 @@ class FilePool:
         for rank in self._config.local_ranks:
             self._notify(rank, FileReady(path="", inode=0, nbytes=0))
 
-    def _offer(self, path: str) -> None:
+    def _offer(self, path: str, is_new: bool = False) -> None:
         found = os.stat(path)
         # The file's own size, because a save of another size may have changed ``_nbytes`` while it was made.
-        self._ready[path] = FileReady(path=path, inode=found.st_ino, nbytes=found.st_size)
+        self._ready[path] = FileReady(path=path, inode=found.st_ino, nbytes=found.st_size, is_new=is_new)
         for rank in self._config.local_ranks:
             self._notify(rank, self._ready[path])
 
@@ -251,10 +254,10 @@ class FilePool:
             _unlink(path)
         return None
 
-    def _new_file(self) -> str:
+    def _new_file(self) -> tuple[str, bool]:
         """A new file of zeros; or a used one, if one can be taken while zeros are written. A used one is ready at once,
         and a save that finds no file makes its own, in memory that the kernel must first find: 1 GiB then took 2 s,
-        against 0.1 s."""
+        against 0.1 s. True: it is new."""
         os.makedirs(self._folder, exist_ok=True)
         path, nbytes = self._new_path("free"), self._nbytes  # a save of another size may change ``_nbytes`` meanwhile
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -263,14 +266,14 @@ class FilePool:
                 used = self._used_file()
                 if used is not None:
                     _unlink(path)
-                    return used
+                    return used, False
                 write_zeros(fd, start, min(start + _PIECE, nbytes), in_memory=not self._config.durable)
         except BaseException:
             _unlink(path)
             raise
         finally:
             os.close(fd)
-        return path
+        return path, True
 
     def _new_path(self, kind: str) -> str:
         self._number += 1

@@ -344,11 +344,13 @@ class FileReady:
 
     Attributes:
         path, inode, nbytes: of the file; "" and 0: the agent can prepare none, so do not wait for one.
+        is_new: it was made now, not taken from a deleted step: its bytes have not been written to a disk yet.
     """
 
     path: str
     inode: int
     nbytes: int
+    is_new: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from resiliency.storage.typed_json import from_jsonable, to_jsonable
 
 __all__ = ["PROTOCOL_VERSION", "Framer", "config_from_json", "config_to_json", "pack"]
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 _MAX_LINE = 64 * 1024 * 1024
 _KINDS = {kind.__name__: kind for kind in get_args(Message)}
 

@@ -8,7 +8,9 @@ because a store into a hole on a full disk raises SIGBUS.
 
 On a ramdisk each process faults once per 4 KiB when it first stores into a file, even if another process has made the
 pages: 512 MiB take 464 to 798 ms where a copy takes 181 to 354, and 192 to 217 once the pages are in the process's page
-tables. A background thread enters them there when the agent has prepared a file.
+tables. A background thread enters them there when the agent has prepared a file; on a disk only in a new one, whose
+pages are still to be written: a save of 256 MiB took 31 ms instead of 42. The pages of a deleted step's file are on the
+disk already, and would be written once more.
 
 Threads: any.
 """
@@ -65,6 +67,7 @@ class Slot:
             ``pwrite`` is faster. 1 GiB took 0.3 to 3.4 s by stores (even after zeros were written), 0.26 to 0.40 s by
             writes.
         small_pages: stores fault once per 4 KiB, so ``pwrite`` is faster.
+        populated: pages were entered into the page table in advance, so stores show nothing about their size.
         writes_only: a store might need a disk block that is not there, which would end the process; only ``pwrite`` is
             allowed.
     """
@@ -78,6 +81,7 @@ class Slot:
     in_memory: bool = False
     fresh: bool = False
     small_pages: bool = False
+    populated: bool = False
     writes_only: bool = False
 
     def close(self) -> None:
@@ -154,9 +158,9 @@ class Arena:
         self._in_memory: dict[int, bool] = {}  # device of the file system -> whether it is a ramdisk
         self._writes_only: dict[int, bool] = {}
 
-    def offer(self, path: str, inode: int, nbytes: int) -> None:
+    def offer(self, path: str, inode: int, nbytes: int, *, is_new: bool = False) -> None:
         """Notes a file that the agent has prepared, or with path "" that it can prepare none. Another rank of the host
-        may take the file first. Blocks: no."""
+        may take the file first. ``is_new``: its bytes have not been written to a disk yet. Blocks: no."""
         with self._lock:
             self.none_to_come = not path
             if not path:
@@ -166,7 +170,9 @@ class Arena:
             if len(self._prepared) > _MOST_PREPARED:
                 self._prepared.popleft().drop()
             with suppress(OSError):  # another rank has taken the file
-                if self._writers and self._is_in_memory(os.stat(path).st_dev, path):
+                device = os.stat(path).st_dev
+                to_disk_anyway = is_new and not self._is_writes_only(device, path)
+                if self._writers and (to_disk_anyway or self._is_in_memory(device, path)):
                     self._pages.submit(lambda: self._populate(file))
 
     @property
@@ -225,9 +231,7 @@ class Arena:
         slot.in_memory = self._is_in_memory(found.st_dev, path)
         slot.fresh = not slot.in_memory and (prepared is None or prepared.nbytes < nbytes)
         slot.small_pages = self._small_pages
-        if found.st_dev not in self._writes_only:
-            self._writes_only[found.st_dev] = stores_may_end_the_process(path)
-        slot.writes_only = self._writes_only[found.st_dev]
+        slot.writes_only = self._is_writes_only(found.st_dev, path)
         return slot
 
     def _populate(self, file: _Prepared) -> None:
@@ -257,6 +261,7 @@ class Arena:
             nbytes = min(_POPULATE, last - at)
             if _madvise(ctypes.addressof(kept) + at, nbytes, _MADV_POPULATE_WRITE) != 0:
                 break  # a kernel before 5.14, or a truncated file: pages are then mapped at the first touch
+            slot.populated = True
             at += nbytes
         del kept
 
@@ -264,6 +269,11 @@ class Arena:
         if device not in self._in_memory:
             self._in_memory[device] = on_ramdisk(path)
         return self._in_memory[device]
+
+    def _is_writes_only(self, device: int, path: str) -> bool:
+        if device not in self._writes_only:
+            self._writes_only[device] = stores_may_end_the_process(path)
+        return self._writes_only[device]
 
     def close(self) -> None:
         """Closes the prepared files. Idempotent. Blocks: until the background thread has noticed, up to 5 s."""

@@ -175,7 +175,7 @@ class Checkpointer:
             sinks=self._sinks,
         )
         arena = Arena(part=session.host_part.index, writers=session.host_part.writers)
-        session.client.give_files_to(lambda file: arena.offer(file.path, file.inode, file.nbytes))
+        session.client.give_files_to(lambda file: arena.offer(file.path, file.inode, file.nbytes, is_new=file.is_new))
         copier = Copier(threads=self.options.copy_threads)
         saves = SaveTracker(session=session, coordinator=coordinator)
         self._opened = _Parts(

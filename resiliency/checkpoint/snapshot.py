@@ -436,7 +436,7 @@ class Snapshot:
             else:
                 self._memory = []
             self.sources = None  # drops the references to the tensors
-            if self.slot is not None and self._stored and not self.slot.in_memory:
+            if self.slot is not None and self._stored and not (self.slot.in_memory or self.slot.populated):
                 self.slot.small_pages = has_small_pages(self._faults, self._stored)
             self.copied.set()
 

@@ -92,7 +92,7 @@ def test_files_are_prepared_up_to_two_and_announced_to_every_rank_of_the_host(ma
     assert [rank for rank, _ in pool.said] == [0, 1, 0, 1]
     for _, message in pool.said:
         found = os.stat(message.path)
-        assert (found.st_ino, found.st_size, message.nbytes) == (message.inode, SIZE, SIZE)
+        assert (found.st_ino, found.st_size, message.nbytes) == (message.inode, SIZE, SIZE) and message.is_new
         assert found.st_blocks * 512 >= SIZE, "its blocks are not allocated: a full disk would be SIGBUS"
 
 
@@ -158,6 +158,7 @@ def test_a_file_of_a_deleted_step_is_not_kept_waiting_for_a_new_one(
     monkeypatch.setattr(file_pool, "is_ours_alone", lambda path: usable)
     pool.prepare(count=1)
     assert len(written) == (2 if usable else 4) and len(pool.files) == 1
+    assert [message.is_new for _, message in pool.said] == [not usable]
     assert [holds_mark(message) for _, message in pool.said] == [usable]
 
 
@@ -275,6 +276,7 @@ def test_a_file_that_nobody_has_is_used_again(make: Callable[..., Pool], tmp_pat
     pool.settle()
     ((_, message),) = pool.said
     assert message.inode == inode and holds_mark(message) and not path.exists()
+    assert not message.is_new, "the ranks would make its pages dirty, which the disk has already"
 
 
 READERS = {

@@ -103,7 +103,7 @@ MESSAGES: list[Message] = [
     Durable(id=STEP, tier="store"),
     Failed(id=STEP, tier="store", reason="down", retrying=True, gave_way=True),
     NameRefused(id=STEP, tier="local", name="last.ckpt", reason="it is another run's"),
-    FileReady(path="/x", inode=1, nbytes=5),
+    FileReady(path="/x", inode=1, nbytes=5, is_new=True),
     Flushed(ticket=1, done=False),
     Traced(id=STEP, name="fsync", began_ns=1, ended_ns=2, pid=3, thread=4, thread_name="sync", facts={"tier": "local"}),
     TraceEnded(id=STEP),

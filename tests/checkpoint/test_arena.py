@@ -36,9 +36,9 @@ def prepared(folder: Path, nbytes: int, name: str = "free") -> Path:
     return path
 
 
-def offer(arena: Arena, path: Path) -> int:
+def offer(arena: Arena, path: Path, *, is_new: bool = False) -> int:
     inode = path.stat().st_ino
-    arena.offer(str(path), inode, path.stat().st_size)
+    arena.offer(str(path), inode, path.stat().st_size, is_new=is_new)
     return inode
 
 
@@ -176,7 +176,7 @@ def test_a_file_for_which_there_is_no_room_does_not_keep_what_was_left_of_the_di
     assert list(tmp_path.rglob("*")) == [tmp_path / "steps"]
 
 
-# -- on a ramdisk a prepared file is mapped before a save takes it -----------------------------------------------------
+# -- a prepared file is mapped before a save takes it, on a ramdisk each, on a disk a new one ---------------------------
 
 
 @pytest.fixture
@@ -220,6 +220,50 @@ def test_pages_of_this_ranks_part_of_a_prepared_file_are_there_before_a_save(
     halves = [faults_of_stores(slots[0], start, start + 256 * PAGE) for start in (0, 256 * PAGE)]
     assert halves[part] < 16 < halves[1 - part]
     assert (ramdisk / "s" / "shard").read_bytes() == (b"\x01" + b"\xaa" * (PAGE - 1)) * 512
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_new", "populated"),
+    [("disk", True, True), ("disk", False, False), ("copy on write", True, False), ("ramdisk", False, True)],
+)
+def test_on_a_disk_only_pages_that_it_does_not_have_yet_are_made_dirty_in_advance(
+    kind: str,
+    is_new: bool,
+    populated: bool,
+    tmp_path: Path,
+    slots: list[Slot],
+    arenas: list[Arena],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else each byte of a deleted step's file would be written to the disk twice per save."""
+    monkeypatch.setattr(arena_module, "on_ramdisk", lambda path: kind == "ramdisk")
+    monkeypatch.setattr(arena_module, "stores_may_end_the_process", lambda path: kind == "copy on write")
+    advised: list[int] = []
+    real = arena_module._madvise
+
+    def madvise(address: int, nbytes: int, advice: int) -> int:
+        advised.append(nbytes)
+        return int(real(address, nbytes, advice))
+
+    monkeypatch.setattr(arena_module, "_madvise", madvise)
+    arenas.append(arena := Arena())
+    offer(arena, prepared(tmp_path, 256 * PAGE), is_new=is_new)
+    idle(arena)
+    assert advised == [256 * PAGE] * populated
+    slots.append(arena.open(str(tmp_path / "s" / "shard"), 256 * PAGE))
+    assert slots[0].populated is populated and not slots[0].fresh
+    assert (faults_of_stores(slots[0], 0, 256 * PAGE) < 16) is populated
+
+
+def test_a_kernel_that_cannot_map_in_advance_lets_the_save_fault(
+    tmp_path: Path, slots: list[Slot], arenas: list[Arena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_module, "_madvise", lambda *_: -1)
+    arenas.append(arena := Arena())
+    offer(arena, prepared(tmp_path, 64 * PAGE), is_new=True)
+    idle(arena)
+    slots.append(arena.open(str(tmp_path / "s" / "shard"), 64 * PAGE))
+    assert not slots[0].populated, "the copy would not find out how large its pages are"
 
 
 @pytest.mark.parametrize("nbytes", [100 * PAGE, 900 * PAGE])

@@ -503,6 +503,18 @@ def test_pages_are_found_to_be_small_or_large(copier: Copier, monkeypatch: pytes
     assert not file.slot.small_pages and file.map[:] == bytes_of(tensor)
 
 
+def test_stores_into_pages_that_were_mapped_in_advance_show_nothing(
+    copier: Copier, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    faults = iter(range(0, 10_000_000, 500))
+    file = File(40 * 1024)
+    file.slot.populated, known = True, file.slot.small_pages
+    for count in (lambda: 7, lambda: next(faults)):
+        monkeypatch.setattr(snapshot_module, "page_faults", count)
+        copier.fence(file.start(copier, [copy_of(torch.randn(10 * 1024), 0)]), deadline_s=10)
+        assert file.slot.small_pages is known
+
+
 def test_nothing_is_stored_into_fresh_pages(copier: Copier, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """One fault each is ten times as slow as writes; and a store would end the process where blocks cannot be allocated
     ahead, and there is none left."""
