@@ -102,7 +102,8 @@ def write_record(tier: Tier, record: ShardRecord, path: str, inode: int, target:
     """
     faultpoints.hit("agent.record.write", rank=record.rank)
     fence.check()
-    if os.path.realpath(path) != os.path.realpath(target) or not _is_file(target, inode):
+    elsewhere = path != target and os.path.realpath(path) != os.path.realpath(target)
+    if elsewhere or not _is_file(target, inode):
         raise FileNotFoundError(errno.ENOENT, "the sealed shard file is gone or was changed", path)
     if not _is_file(target, inode, record.nbytes):
         # Ranks that write one file but plan differently end it at different sizes; the first to seal finds it changed.

@@ -622,9 +622,10 @@ class HostAgent:
             self._steps.add_record(record)
             if record.rank == 0 or not record.replicated:
                 self._files.saved(record.nbytes)
-        self._files.refill(more_to_come=True)  # once durable, an earlier step may be deleted
         self._report.notify(rank, Recorded(id=seal.id))
         self._complete(seal.id)
+        # After the commit, for which ranks wait. Once the step is durable, an earlier one may be deleted.
+        self._files.refill(more_to_come=True)
         self._discard_given_up(rank, seal.id)
 
     def _failed(self, step: StepId, rank: int, reason: str, *, keep: bool) -> None:

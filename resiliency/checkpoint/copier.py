@@ -91,20 +91,24 @@ class Copier:
             device.fence()
             snapshot.decide()
             return time.monotonic() - began
-        while snapshot.work(helping=True):
-            if time.monotonic() - began > deadline_s:
-                break
-        left = max(0.0, deadline_s - (time.monotonic() - began))
-        # Waits a second time, because this process, and the copy with it, may have been stopped for longer than the
-        # deadline.
-        if not (snapshot.copied.wait(left) or snapshot.copied.wait(min(deadline_s, _STOPPED_S))):
-            hangs = Timeout(
-                f"the snapshot was not copied within {deadline_s:.0f} s; the device or the file system hangs"
-            )
-            snapshot.decide(given_up=hangs)  # sources not read yet may change from now on
-            raise hangs
-        snapshot.decide(fenced=True)
-        snapshot.help_compare()
+        snapshot.fence_left.clear()
+        try:
+            while snapshot.work(helping=True):
+                if time.monotonic() - began > deadline_s:
+                    break
+            left = max(0.0, deadline_s - (time.monotonic() - began))
+            # Waits a second time, because this process, and the copy with it, may have been stopped for longer than the
+            # deadline.
+            if not (snapshot.copied.wait(left) or snapshot.copied.wait(min(deadline_s, _STOPPED_S))):
+                hangs = Timeout(
+                    f"the snapshot was not copied within {deadline_s:.0f} s; the device or the file system hangs"
+                )
+                snapshot.decide(given_up=hangs)  # sources not read yet may change from now on
+                raise hangs
+            snapshot.decide(fenced=True)
+            snapshot.help_compare()
+        finally:
+            snapshot.fence_left.set()
         return time.monotonic() - began
 
     def wait_idle(self, timeout_s: float) -> bool:

@@ -311,6 +311,34 @@ def test_nobody_is_told_of_a_copy_before_the_fence_agrees(copier: Copier, monkey
     assert snapshot.done.wait(10) and file.finished == [snapshot] and snapshot.error is None
 
 
+@pytest.mark.parametrize("compare", [False, True])
+def test_the_end_of_the_file_is_written_once_nobody_waits_at_the_fence(
+    copier: Copier, monkeypatch: pytest.MonkeyPatch, compare: bool
+) -> None:
+    """It takes milliseconds of Python, and the training thread would wait for the GIL."""
+    monkeypatch.setattr(snapshot_module, "_LEAVES_S", 30)
+    begun, at_fence, real = threading.Event(), [], Snapshot.help_compare
+
+    def help_compare(self: Snapshot) -> None:
+        real(self)
+        at_fence.append(begun.wait(0.2))
+
+    monkeypatch.setattr(Snapshot, "help_compare", help_compare)
+    for fenced in (True, False):
+        begun.clear()
+        file = File(40_000)
+        job = file.job(
+            [copy_of(torch.ones(10_000), 0)], tail=lambda fd, digests: begun.set() or [], compare=compare and fenced
+        )
+        snapshot = copier.start(job, file.finished.append)
+        if fenced:
+            copier.fence(snapshot, deadline_s=10)
+        assert begun.wait(10), "it waits for a training thread that is not there"
+        snapshot.decide()
+        assert copier.wait_idle(10) and snapshot.error is None
+    assert at_fence == [False]
+
+
 def test_a_count_that_moves_after_the_copy_and_before_the_fence_gives_the_save_up(
     copier: Copier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,6 +381,7 @@ def test_a_fence_that_gave_up_waiting_gives_the_save_up(copier: Copier, monkeypa
     assert inside.wait(5)
     with pytest.raises(Timeout):
         copier.fence(snapshot, deadline_s=0.1)
+    assert snapshot.fence_left.is_set()
     go_on.set()
     assert copier.wait_idle(10)
     assert isinstance(file.finished[0].error, Timeout) and one.given_up == 1
