@@ -4,6 +4,7 @@ between hosts with folders of their own."""
 from __future__ import annotations
 
 import dataclasses
+import os
 import errno
 import shutil
 from collections.abc import Callable, Iterator
@@ -103,7 +104,7 @@ def test_a_seal_that_cannot_be_is_refused_and_nothing_is_written(local: Path, st
 
 
 @pytest.mark.parametrize(
-    "how", ["of another step", "of another rank", "outside the folder", "a link", "replaced", "cut"]
+    "how", ["of another step", "of another rank", "outside the folder", "a link", "another name of it", "replaced", "cut"]
 )
 def test_a_file_that_is_not_in_its_place_or_was_changed_fails_the_save(
     local: Path, tmp_path: Path, start: Start, how: str
@@ -121,6 +122,9 @@ def test_a_file_that_is_not_in_its_place_or_was_changed_fails_the_save(
             path.symlink_to(tmp_path / "elsewhere.ckpt")
         else:
             seal = change(seal, path=str(tmp_path / "elsewhere.ckpt"))
+    elif how == "another name of it":
+        os.link(path, tmp_path / "elsewhere.ckpt")
+        seal = change(seal, path=str(tmp_path / "elsewhere.ckpt"))
     elif how == "replaced":
         (local / "other").write_bytes(path.read_bytes())
         (local / "other").rename(path)

@@ -36,6 +36,7 @@ from resiliency.checkpoint import (
     shard_access,
     snapshot,
 )
+from resiliency.checkpoint import arena as arena_module
 from resiliency.checkpoint.arena import Arena
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
@@ -572,6 +573,15 @@ def test_warming_up_on_a_ramdisk_returns_when_the_first_save_would_not_fault(mon
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, make_checkpointer(Path(folder)) as checkpointer:
         checkpointer.warm_up(nbytes=4 << 20)
         assert mapped and mapped[0] is not None
+
+
+def test_warming_up_on_a_disk_maps_the_new_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "on_ramdisk", lambda path: False)
+    monkeypatch.setattr(arena_module, "stores_may_end_the_process", lambda path: False)
+    with make_checkpointer(tmp_path) as checkpointer:
+        checkpointer.warm_up(nbytes=4 << 20, slots=2)
+        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".free" in line}
+        assert mapped == {str(path) for path in tmp_path.glob(".resiliency/*/files/*.free")} and len(mapped) == 2
 
 
 def test_the_next_file_on_a_ramdisk_is_mapped_while_the_trainer_does_something_else() -> None:
