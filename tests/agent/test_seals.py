@@ -4,8 +4,8 @@ between hosts with folders of their own."""
 from __future__ import annotations
 
 import dataclasses
-import os
 import errno
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,7 +104,8 @@ def test_a_seal_that_cannot_be_is_refused_and_nothing_is_written(local: Path, st
 
 
 @pytest.mark.parametrize(
-    "how", ["of another step", "of another rank", "outside the folder", "a link", "another name of it", "replaced", "cut"]
+    "how",
+    ["of another step", "of another rank", "outside the folder", "a link", "another name of it", "replaced", "cut"],
 )
 def test_a_file_that_is_not_in_its_place_or_was_changed_fails_the_save(
     local: Path, tmp_path: Path, start: Start, how: str
