@@ -41,6 +41,7 @@ from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.save_tracker import SaveTracker
 from resiliency.checkpoint.session import Session, open_session
 from resiliency.checkpoint.shard_plan import ShardPlanner, Wanted
+from resiliency.checkpoint.snapshot import Snapshot
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket, checked_stage
 from resiliency.checkpoint.upload_schedule import RemoteSchedule
 from resiliency.errors import ConfigError
@@ -429,9 +430,11 @@ class Checkpointer:
             tiers=tuple(due),
             exact=request.exact,
         )
+        snapshot: Snapshot | None = None
         try:
             with traced(trace, "copying at once"):
                 lazy_bytes = parts.copies.start(plan, in_flight, seal)
+            snapshot = in_flight.snapshot
             faultpoints.hit("save.fill", rank=self.rank)
             if lazy is False:
                 self.fence()
@@ -439,7 +442,7 @@ class Checkpointer:
             # The caller gets the error; the next save must not wait for this one.
             if in_flight.snapshot is not None:
                 self.fence()
-            elif saves.in_flight is in_flight:
+            elif saves.in_flight is in_flight and (snapshot is None or snapshot.failure is not None):
                 saves.fail(in_flight, "the save was interrupted by an error")
             raise
         parts.schedule.count_save()
@@ -501,7 +504,12 @@ class Checkpointer:
             return 0.0
         snapshot, in_flight.snapshot = in_flight.snapshot, None
         with traced(in_flight.trace, "wait at the fence"):
-            waited = parts.copier.fence(snapshot, deadline_s=self.options.fence_timeout.total_seconds())
+            try:
+                waited = parts.copier.fence(snapshot, deadline_s=self.options.fence_timeout.total_seconds())
+            except BaseException:
+                if not snapshot.decided:
+                    in_flight.snapshot = snapshot  # Ctrl-C while it waited: the next fence waits for the rest
+                raise
         if snapshot.slot is not None:
             parts.arena.learn(snapshot.slot)
         if snapshot.failure is not None:

@@ -39,7 +39,7 @@ class Copier:
     def __init__(self, *, name: str = "resiliency-copy", threads: int = 1) -> None:
         self._wake = threading.Condition()
         self._current: Snapshot | None = None
-        #: The current snapshot, once its file is open and its sources can be read.
+        #: The current snapshot, once its sources can be read and its file is open, or is being opened.
         self._ready: Snapshot | None = None
         self._started = 0
         self._closed = False
@@ -83,6 +83,7 @@ class Copier:
 
         Raises:
             Timeout: the copy did not finish within ``deadline_s``, and up to 10 s more (a device that hangs).
+            BaseException: a signal's handler raised it meanwhile (Ctrl-C); the copy is done and agreed to.
         """
         began = time.monotonic()
         device = snapshot.device
@@ -92,10 +93,17 @@ class Copier:
             snapshot.decide()
             return time.monotonic() - began
         snapshot.fence_left.clear()
+        interrupt: BaseException | None = None
         try:
-            while snapshot.work(helping=True):
-                if time.monotonic() - began > deadline_s:
-                    break
+            try:
+                # The copy thread may get a core only at the kernel's next tick, 4 ms later.
+                snapshot.open_file()
+                while snapshot.work(helping=True):
+                    if time.monotonic() - began > deadline_s:
+                        break
+            except BaseException as error:  # Ctrl-C: raised once nothing reads the tensors, for the caller may go on
+                interrupt = error
+                snapshot.finish_copy()
             left = max(0.0, deadline_s - (time.monotonic() - began))
             # Waits a second time, because this process, and the copy with it, may have been stopped for longer than the
             # deadline.
@@ -109,6 +117,8 @@ class Copier:
             snapshot.help_compare()
         finally:
             snapshot.fence_left.set()
+        if interrupt is not None:
+            raise interrupt
         return time.monotonic() - began
 
     def wait_idle(self, timeout_s: float) -> bool:

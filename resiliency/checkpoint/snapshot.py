@@ -36,6 +36,8 @@ import logging
 import os
 import queue
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,7 +139,7 @@ class Snapshot:
     error: BaseException | None = None
     afterwards: Callable[[], None] | None = None
     sources: Sources | None = None
-    _lock: threading.Condition = field(default_factory=threading.Condition)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     # The verdict, once decided: why the save is given up; None: the copy is good. Only the first entry counts.
     _verdicts: list[TornSnapshot | Timeout | None] = field(default_factory=list)
     _decided: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
@@ -149,7 +151,13 @@ class Snapshot:
     _fenced: bool = False
     _question: Question | None = None
     _by_main_thread: bool = field(default_factory=can_ask)
+    _opening: bool = False
     _next: int = 0
+    _count: int = 0
+    _again: list[int] = field(default_factory=list)  # positions of blocks whose copy was interrupted
+    _stirred: queue.SimpleQueue[None] = field(
+        default_factory=queue.SimpleQueue
+    )  # the copy ended, or a block is back
     _blocks_left: int = 0
     _running: int = 0
     _stored: int = 0
@@ -161,7 +169,7 @@ class Snapshot:
         if not self._watch.tensors:
             self._verdicts.append(None)  # nothing that this snapshot reads can change
         self._memory = [copy.source.untyped_storage() for copy in self.job.copies if copy.storage >= 0]
-        self._blocks_left = len(self.job.mine)
+        self._blocks_left = self._count = len(self.job.mine)
         self.digests = [""] * self.job.blocks.count
         self.fence_left.set()
 
@@ -170,6 +178,11 @@ class Snapshot:
         """Why the save is given up; None as long as no reason is known. After the fence only an error of the file can
         be added."""
         return self.error or next(iter(self._verdicts), None)
+
+    @property
+    def decided(self) -> bool:
+        """True when the training thread has agreed to the copy, or has given it up."""
+        return bool(self._verdicts)
 
     @property
     def reads_live_memory(self) -> bool:
@@ -204,9 +217,7 @@ class Snapshot:
 
         Thread: copy, after its last :meth:`work`. Blocks: until the fence, at most.
         """
-        if not self.copied.wait(HELPER_S):
-            with self._lock:
-                self.error = Timeout(f"the thread at the fence did not finish its block within {HELPER_S:.0f} s")
+        self._await_blocks()
         if self._by_main_thread and self._watch is not None and self.error is None and not self._verdicts:
             self._question = Question(self._watch.tensors, self._decided.put)  # at once: tensors may change any moment
         steps = [self._write_tail, self._agree]
@@ -227,6 +238,18 @@ class Snapshot:
         except Exception:  # Boundary: the copy thread must survive; the agent did not get the message.
             logger.exception("the end of a save could not be reported")
         self.done.set()
+
+    def _await_blocks(self) -> None:
+        deadline = time.monotonic() + HELPER_S
+        while not self.copied.is_set():
+            if self.work():  # a block that another thread was interrupted in
+                continue
+            try:
+                self._stirred.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                with self._lock:
+                    self.error = Timeout(f"the thread at the fence did not finish its block within {HELPER_S:.0f} s")
+                return
 
     def close(self) -> None:
         """Unmaps the file, which itself stays, and runs ``afterwards``. Thread: copy, once done. Blocks: for some
@@ -294,15 +317,27 @@ class Snapshot:
             logger.info("the file of a save that was given up stays until the next one is committed: %s", failure)
 
     def open_file(self) -> None:
-        """Opens the file, or records the error. Thread: copy, before anything else."""
-        if self.job.open is not None:
-            try:
+        """Opens the file, or records the error; does nothing when another thread has begun to. Thread: copy, or
+        training, at the fence.
+
+        Raises:
+            BaseException: a signal's handler raised it on this thread (Ctrl-C); the save is given up.
+        """
+        with self._lock:
+            if self._opening:
+                return
+            self._opening = True
+        try:
+            if self.job.open is not None:
                 self.slot = self.job.open()
-            except Exception as failure:  # Boundary: as in work.
-                with self._lock:
-                    self.error = failure
-        self.opened.set()
-        self._finish_if_last()
+        except BaseException as failure:  # Boundary: as in work.
+            with self._lock:
+                self.error = failure
+            if _is_of_a_signal(failure):
+                raise
+        finally:
+            self.opened.set()
+            self.finish_copy()
 
     def wait_device(self) -> None:
         """Waits for the copies from GPUs, if any. Thread: copy, before its first :meth:`work`."""
@@ -314,45 +349,58 @@ class Snapshot:
             logger.exception("copying from the GPU failed")
             with self._lock:
                 self.error = failure
-            self._finish_if_last()
+            self.finish_copy()
 
     def work(self, *, helping: bool = False) -> bool:
         """Copies one block. Returns False when no block is left to start, or after an error. Thread: any; only one
         thread passes ``helping=False``.
 
         Blocks: until the file is open, and for the copy of the block.
+
+        Raises:
+            BaseException: a signal's handler raised it on this thread (Ctrl-C); the block is left to another thread.
         """
         if not self.opened.wait(HELPER_S):
             with self._lock:
                 self.error = self.error or Timeout(f"the shard file was not opened within {HELPER_S:.0f} s")
-        with self._lock:
-            if self._next == len(self.job.mine) or self.error is not None:
-                return False
-            self._running += 1
-            number, self._next = self._next, self._next + 1
-        index = self.job.mine[number]
+        number: int | None = None
         error: BaseException | None = None
-        stored = faults = 0
+        done, stored, faults = False, 0, 0
         try:
+            with self._lock:
+                if self.error is not None:
+                    return False
+                # Without calls, because Python runs the handlers of signals after a call.
+                if self._again:
+                    number = self._again[-1]
+                    del self._again[-1]
+                elif self._next < self._count:
+                    number, self._next = self._next, self._next + 1
+                else:
+                    return False
+                self._running += 1
             faultpoints.hit("save.block")
             # The first block is always copied by stores, to find out whether the pages have become huge.
-            stored, faults = self._copy_block(index, by_writes=not helping and number > 0)
-        except (
-            BaseException
-        ) as failure:  # Boundary: the copy thread must go on; the caller of the fence gets the error.
-            logger.exception("copying block %d of a shard file failed", index)
+            stored, faults = self._copy_block(self.job.mine[number], by_writes=not helping and number > 0)
+            done = True
+        except BaseException as failure:  # Boundary: the copy thread must go on; the training thread reports the error.
+            if number is None or _is_of_a_signal(failure):
+                raise
+            logger.exception("copying block %d of a shard file failed", self.job.mine[number])
             error = failure
-        with self._lock:
-            self._stored += stored
-            self._faults += faults
-            self._running -= 1
-            self._blocks_left -= 1
-            self.error = self.error or error
-            if self.error is None and self._blocks_left == 0 and self._watch is not None:
-                self.error = self._torn(self._watch.changed())  # certain; only the fence can rule changes out
-            self._lock.notify_all()
-        self._finish_if_last()
-        return error is None
+        finally:
+            if number is not None:
+                with self._lock:
+                    self._running -= 1
+                    if done or error is not None:
+                        self._blocks_left -= 1
+                    else:
+                        self._again += [number]
+                    self._stored += stored
+                    self._faults += faults
+                    self.error = self.error or error
+                self.finish_copy()
+        return done
 
     def _copy_block(self, index: int, *, by_writes: bool) -> tuple[int, int]:
         """Copies and digests a block; returns what :func:`_copy` returns."""
@@ -433,11 +481,16 @@ class Snapshot:
             )
         self._stop_comparison()
 
-    def _finish_if_last(self) -> None:
+    def finish_copy(self) -> None:
+        """Ends the copy if no block is left. Thread: any; repeats what a signal has interrupted."""
         with self._lock:
+            if self._again:
+                self._stirred.put(None)  # the copy thread may have found no block, and waits for the end
             # After an error no further block is started, but running copies still use the tensors and the file.
             if self._running or (self._blocks_left and self.error is None) or self.copied.is_set():
                 return
+            if self.error is None and self._watch is not None:
+                self.error = self._torn(self._watch.changed())  # certain; only the fence can rule changes out
             if self.job.compare and self.error is None and self.slot is not None and self.sources is not None:
                 blocks, mine, address = self.job.blocks, self.job.mine, self.slot.address
                 self._comparison = Comparison(self.sources, address, blocks=blocks, mine=mine, digests=self.digests)
@@ -447,6 +500,21 @@ class Snapshot:
             if self.slot is not None and self._stored and not (self.slot.in_memory or self.slot.populated):
                 self.slot.small_pages = has_small_pages(self._faults, self._stored)
             self.copied.set()
+            self._stirred.put(None)
+
+
+def _is_of_a_signal(error: BaseException) -> bool:
+    """True when a signal's handler raised this error, as Ctrl-C does: it came between two instructions of the main
+    thread, and says nothing about the copy. An error of the copy comes from a frame of this package, or names a system
+    call's ``errno``."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if not isinstance(error, Exception):
+        return True
+    if isinstance(error, OSError) and error.errno is not None:
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return not frame.f_globals.get("__name__", "").startswith("resiliency.")
 
 
 def _copy(pieces: Iterable[tuple[int, int, int]], base: int, fd: int | None, digest: Any) -> tuple[int, int]:

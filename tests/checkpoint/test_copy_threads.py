@@ -25,6 +25,9 @@ def save_twice(folder: Path, threads: int) -> Any:
             ticket = checkpointer.save(step, state, lazy=True)
             assert ticket is not None
             assert checkpointer._opened is not None
+            in_flight = checkpointer._opened.saves.in_flight
+            if in_flight is not None and in_flight.snapshot is not None:
+                assert in_flight.snapshot.copied.wait(60)  # without this thread, which would help at the fence
             ticket.wait()
         return checkpointer.load().state["w"]  # type: ignore[union-attr]
 
@@ -48,7 +51,7 @@ def test_so_many_threads_copy_at_once(threads: int, tmp_path: Path, monkeypatch:
     found = save_twice(tmp_path, threads)
     assert torch.equal(found, torch.arange(BLOCKS * 2**21, dtype=torch.float32) + 2)
     assert len(set(first)) == threads
-    assert len(copied) == threads and sum(copied.values()) >= BLOCKS
+    assert len(copied) == threads and sum(copied.values()) >= 2 * BLOCKS
 
 
 def test_threads_end_with_the_checkpointer(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_a_copy_that_fails_fails_its_save_only(local: Path, monkeypatch: pytest.
         assert saved(checkpointer, 1)
 
         def broken(*args: Any) -> None:
-            raise RuntimeError("device lost")
+            raise OSError(errno.EIO, "device lost")
 
         monkeypatch.setattr(snapshot, "_copy", broken)
         assert not saved(checkpointer, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import errno
 import mmap
 import os
@@ -11,8 +12,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -604,14 +605,14 @@ def test_an_error_is_reported_and_the_copier_lives_on(copier: Copier, monkeypatc
     real = snapshot_module._copy
 
     def broken(*args: Any) -> None:
-        raise RuntimeError("device lost")
+        raise OSError(errno.EIO, "device lost")
 
     monkeypatch.setattr(snapshot_module, "_copy", broken)
     file = File(40_000)
     snapshot = file.start(copier, [copy_of(torch.ones(10_000), 0)])
     copier.fence(snapshot, deadline_s=10)
     assert copier.wait_idle(10)  # the copy thread tells the end after the fence
-    assert isinstance(snapshot.error, RuntimeError) and file.finished == [snapshot]
+    assert isinstance(snapshot.error, OSError) and file.finished == [snapshot]
     monkeypatch.setattr(snapshot_module, "_copy", real)
     again = file.start(copier, [copy_of(torch.ones(10_000), 0)])
     copier.fence(again, deadline_s=10)
@@ -626,7 +627,7 @@ def test_after_an_error_the_fence_waits_for_the_other_thread(copier: Copier, mon
     def copy(pieces: Any, base: int, fd: int | None, digest: Any) -> tuple[int, int]:
         if threading.current_thread() is main:
             inside.wait(5)
-            raise RuntimeError("device lost")
+            raise OSError(errno.EIO, "device lost")
         inside.set()
         go_on.wait(5)
         left.set()
@@ -638,6 +639,115 @@ def test_after_an_error_the_fence_waits_for_the_other_thread(copier: Copier, mon
     threading.Timer(0.3, go_on.set).start()
     copier.fence(snapshot, deadline_s=10)
     assert left.is_set(), "the fence returned while a piece was still being copied"
+
+
+class Stop(Exception):
+    """What a handler of a user's program may raise, as a limit of time does."""
+
+
+@pytest.fixture
+def usr1() -> Iterator[None]:
+    def handler(*_: Any) -> None:
+        raise Stop
+
+    old = signal.signal(signal.SIGUSR1, handler)
+    yield
+    signal.signal(signal.SIGUSR1, old)
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "where", ["in its first block", "in the last block", "while no other copies", "while it waits"]
+)
+def test_a_signal_at_the_fence_is_raised_there_and_the_save_goes_on(
+    copier: Copier, monkeypatch: pytest.MonkeyPatch, usr1: None, kind: signal.Signals, where: str
+) -> None:
+    """As in code that knows nothing of checkpoints. What the program does next must not get into the copy."""
+    main, real = threading.main_thread(), snapshot_module._copy
+    entered, go_on, sent = threading.Event(), threading.Event(), threading.Event()
+
+    def until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def copy(*args: Any) -> tuple[int, int]:
+        last = snapshot._next == snapshot._count
+        if threading.current_thread() is not main:
+            if not entered.is_set():
+                entered.set()
+                if where == "while it waits":
+                    until(lambda: snapshot._next == snapshot._count and snapshot._running == 1 and sleeps(main))
+                    sent.set()
+                    signal.pthread_kill(main.ident or 0, kind)
+                else:
+                    assert go_on.wait(10)
+        elif not sent.is_set() and (last or where == "in its first block") and where != "while it waits":
+            go_on.set()
+            if where == "while no other copies":
+                until(lambda: snapshot._running == 1 and sleeps(copier._thread))
+            sent.set()
+            signal.raise_signal(kind)
+        return real(*args)
+
+    monkeypatch.setattr(snapshot_module, "_copy", copy)
+    weight = torch.randn(20_000)
+    wanted = bytes_of(weight)
+    file = File(80_000)
+    snapshot = file.start(copier, [copy_of(weight, 0)])
+    assert entered.wait(10)
+    with pytest.raises(KeyboardInterrupt if kind is signal.SIGINT else Stop):
+        copier.fence(snapshot, deadline_s=30)
+    assert snapshot.decided is (where != "while it waits")
+    copier.fence(snapshot, deadline_s=30)
+    weight.fill_(7)
+    assert copier.wait_idle(10) and snapshot.error is None and file.map[:] == wanted
+
+
+def test_the_fence_opens_the_file_when_the_copy_thread_is_late(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may give that thread a core only at its next tick, while the training thread stands still."""
+    go_on, opened_by, real = threading.Event(), [], Snapshot.open_file
+
+    def open_file(self: Snapshot) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert go_on.wait(30)
+        real(self)
+
+    monkeypatch.setattr(Snapshot, "open_file", open_file)
+    weight = torch.randn(20_000)
+    file = File(80_000)
+    job = file.job([copy_of(weight, 0)])
+    job = dataclasses.replace(job, open=lambda: opened_by.append(threading.current_thread()) or file.slot)
+    snapshot = copier.start(job, file.finished.append)
+    copier.fence(snapshot, deadline_s=10)
+    assert file.map[:] == bytes_of(weight)
+    go_on.set()
+    assert copier.wait_idle(10) and snapshot.error is None and opened_by == [threading.main_thread()]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EROFS, "Read-only file system")])
+def test_what_stops_the_fence_from_opening_the_file_gives_the_save_up(
+    copier: Copier, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    go_on, real = threading.Event(), Snapshot.open_file
+
+    def open_file(self: Snapshot) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert go_on.wait(30)
+        real(self)
+
+    def fails() -> Slot:
+        raise error
+
+    monkeypatch.setattr(Snapshot, "open_file", open_file)
+    file = File(80_000)
+    job = dataclasses.replace(file.job([copy_of(torch.ones(20_000), 0)]), open=fails)
+    snapshot = copier.start(job, file.finished.append)
+    with pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else nullcontext():
+        copier.fence(snapshot, deadline_s=10)
+    go_on.set()
+    assert copier.wait_idle(10) and snapshot.error is error and file.finished == [snapshot]
 
 
 def test_a_copy_that_hangs_is_a_timeout(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,76 @@
+"""Ctrl-C, or what another signal's handler raises, is raised where the program stands; the save does not suffer."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from resiliency.checkpoint import snapshot as snapshot_module
+from resiliency.checkpoint.copier import Copier
+from resiliency.checkpoint.snapshot import Snapshot
+from resiliency.testing.checkpoints import make_checkpointer
+
+SOON = timedelta(seconds=20)
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_ctrl_c_while_the_training_thread_copies_is_raised_and_the_save_is_committed(
+    lazy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, sent = snapshot_module._copy, threading.Event()
+
+    def copy(*args: Any) -> tuple[int, int]:
+        if threading.current_thread() is threading.main_thread() and not sent.is_set():
+            sent.set()
+            signal.raise_signal(signal.SIGINT)
+        return real(*args)
+
+    wanted = torch.arange(3_000_000.0)
+    with make_checkpointer(tmp_path) as checkpointer:
+        with monkeypatch.context() as patched:
+            patched.setattr(snapshot_module, "_copy", copy)
+            # The copy thread comes late, so that this thread has blocks to copy.
+            patched.setattr(Snapshot, "wait_device", lambda self: sent.wait(30))
+            state = {"w": wanted.clone()}
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.save(1, state, lazy=lazy)
+                checkpointer.fence()
+        assert not checkpointer.pending
+        state["w"].fill_(0)
+        assert checkpointer.flush(timeout=SOON)
+        restored = checkpointer.load()
+        assert restored is not None and torch.equal(restored.state["w"], wanted)
+        assert [outcome.reason for outcome in checkpointer.poll() if outcome.failed] == []
+        ticket = checkpointer.save(2, state)
+        assert ticket is not None
+        ticket.wait(timeout=SOON)
+
+
+def test_a_fence_that_ctrl_c_has_ended_too_early_is_made_up_for_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next update would get into the copy."""
+    go_on, real = threading.Event(), snapshot_module._copy
+
+    def fence(self: Copier, snapshot: Snapshot, *, deadline_s: float) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(snapshot_module, "_copy", lambda *args: (go_on.wait(30), real(*args))[1])
+    with make_checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(600_000)}, lazy=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(Copier, "fence", fence)
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.fence()
+        assert checkpointer.pending
+        go_on.set()
+        checkpointer.fence()
+        assert not checkpointer.pending and checkpointer.flush(timeout=SOON)
+        restored = checkpointer.load()
+        assert restored is not None and restored.step == 1
