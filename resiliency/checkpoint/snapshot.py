@@ -155,9 +155,8 @@ class Snapshot:
     _next: int = 0
     _count: int = 0
     _again: list[int] = field(default_factory=list)  # positions of blocks whose copy was interrupted
-    _stirred: queue.SimpleQueue[None] = field(
-        default_factory=queue.SimpleQueue
-    )  # the copy ended, or a block is back
+    # Wakes the copy thread, which has found no block: the copy has ended, or a block must be copied again.
+    _stirred: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
     _blocks_left: int = 0
     _running: int = 0
     _stored: int = 0
@@ -485,7 +484,7 @@ class Snapshot:
         """Ends the copy if no block is left. Thread: any; repeats what a signal has interrupted."""
         with self._lock:
             if self._again:
-                self._stirred.put(None)  # the copy thread may have found no block, and waits for the end
+                self._stirred.put(None)
             # After an error no further block is started, but running copies still use the tensors and the file.
             if self._running or (self._blocks_left and self.error is None) or self.copied.is_set():
                 return
