@@ -10,13 +10,19 @@ import torch
 from resiliency import faultpoints
 
 
-@pytest.fixture(autouse=True)
-def small_and_quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """In a module's own fixtures, too: what their fits compute is compared with that of other fits."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    yield
     faultpoints.arm("")
 
 
