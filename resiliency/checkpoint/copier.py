@@ -39,7 +39,7 @@ class Copier:
     def __init__(self, *, name: str = "resiliency-copy", threads: int = 1) -> None:
         self._wake = threading.Condition()
         self._current: Snapshot | None = None
-        #: The current snapshot, once its sources can be read and its file is open, or is being opened.
+        #: The current snapshot, once its file is open and its sources can be read.
         self._ready: Snapshot | None = None
         self._started = 0
         self._closed = False
@@ -96,14 +96,12 @@ class Copier:
         interrupt: BaseException | None = None
         try:
             try:
-                # The copy thread may get a core only at the kernel's next tick, 4 ms later.
-                snapshot.open_file()
                 while snapshot.work(helping=True):
                     if time.monotonic() - began > deadline_s:
                         break
             except BaseException as error:  # Ctrl-C: raised once nothing reads the tensors, for the caller may go on
                 interrupt = error
-                snapshot.finish_copy()
+            snapshot.finish_copy()
             left = max(0.0, deadline_s - (time.monotonic() - began))
             # Waits a second time, because this process, and the copy with it, may have been stopped for longer than the
             # deadline.

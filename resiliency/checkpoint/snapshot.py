@@ -39,6 +39,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +66,8 @@ logger = logging.getLogger(__name__)
 _STRIDE = 512 * 1024
 #: Seconds after which a thread that has not finished a block hangs; a block takes milliseconds.
 HELPER_S = 60.0
+#: Seconds after which the copy thread looks whether a signal has kept another thread from waking it.
+_LOST_S = 1.0
 #: Most seconds that the copy thread lets the training thread leave the fence first.
 _LEAVES_S = 0.01
 #: Seconds between two log messages of a copy that waits for the fence.
@@ -151,7 +154,6 @@ class Snapshot:
     _fenced: bool = False
     _question: Question | None = None
     _by_main_thread: bool = field(default_factory=can_ask)
-    _opening: bool = False
     _next: int = 0
     _count: int = 0
     _again: list[int] = field(default_factory=list)  # positions of blocks whose copy was interrupted
@@ -243,9 +245,10 @@ class Snapshot:
         while not self.copied.is_set():
             if self.work():  # a block that another thread was interrupted in
                 continue
-            try:
-                self._stirred.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
+            self.finish_copy()  # which a signal may have interrupted, too
+            with suppress(queue.Empty):
+                self._stirred.get(timeout=_LOST_S)
+            if time.monotonic() > deadline:
                 with self._lock:
                     self.error = Timeout(f"the thread at the fence did not finish its block within {HELPER_S:.0f} s")
                 return
@@ -316,27 +319,15 @@ class Snapshot:
             logger.info("the file of a save that was given up stays until the next one is committed: %s", failure)
 
     def open_file(self) -> None:
-        """Opens the file, or records the error; does nothing when another thread has begun to. Thread: copy, or
-        training, at the fence.
-
-        Raises:
-            BaseException: a signal's handler raised it on this thread (Ctrl-C); the save is given up.
-        """
-        with self._lock:
-            if self._opening:
-                return
-            self._opening = True
-        try:
-            if self.job.open is not None:
+        """Opens the file, or records the error. Thread: copy, before anything else."""
+        if self.job.open is not None:
+            try:
                 self.slot = self.job.open()
-        except BaseException as failure:  # Boundary: as in work.
-            with self._lock:
-                self.error = failure
-            if _is_of_a_signal(failure):
-                raise
-        finally:
-            self.opened.set()
-            self.finish_copy()
+            except Exception as failure:  # Boundary: as in work.
+                with self._lock:
+                    self.error = failure
+        self.opened.set()
+        self.finish_copy()
 
     def wait_device(self) -> None:
         """Waits for the copies from GPUs, if any. Thread: copy, before its first :meth:`work`."""
