@@ -213,6 +213,7 @@ class Arena:
             if not os.path.lexists(path):
                 self._prepared.popleft().drop()  # taken by another rank for another step, or not movable to here
         fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        prepared: _Prepared | None = None
         try:
             found = os.fstat(fd)
             prepared = next((file for file in self._prepared if file.inode == found.st_ino), None)
@@ -224,9 +225,11 @@ class Arena:
             slot = _take(prepared, path, fd, nbytes) or _map(path, fd, nbytes)
         except BaseException:
             # The half made file may hold all space that was left on the disk. No other rank can finish this step
-            # either.
+            # either. A mapping would keep it, too.
             _remove(path, fd)
             os.close(fd)
+            if prepared is not None and not prepared.taken:
+                prepared.drop()
             raise
         slot.in_memory = self._is_in_memory(found.st_dev, path)
         slot.fresh = not slot.in_memory and (prepared is None or prepared.nbytes < nbytes)

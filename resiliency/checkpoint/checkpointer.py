@@ -411,13 +411,6 @@ class Checkpointer:
             can_be_durable=(*((LOCAL,) if self._local.durable else ()), *due),
             _wait=self._wait,
         )
-        in_flight = saves.begin(ticket, request.supersedes)
-        in_flight.undo_schedule = undo_schedule
-        if trace is not None:
-            in_flight.trace = trace
-            parts.traces[:] = [*(other for other in parts.traces if not other.written), trace]
-            local = Stage.DURABLE if self._local.durable else Stage.COMMITTED
-            trace.follow(session.client, save_id, {**dict.fromkeys(due, Stage.DURABLE), LOCAL: local})
         seal = Seal(
             id=save_id,
             files=(),
@@ -432,6 +425,13 @@ class Checkpointer:
         )
         snapshot: Snapshot | None = None
         try:
+            in_flight = saves.begin(ticket, request.supersedes)
+            in_flight.undo_schedule = undo_schedule
+            if trace is not None:
+                in_flight.trace = trace
+                parts.traces[:] = [*(other for other in parts.traces if not other.written), trace]
+                local = Stage.DURABLE if self._local.durable else Stage.COMMITTED
+                trace.follow(session.client, save_id, {**dict.fromkeys(due, Stage.DURABLE), LOCAL: local})
             with traced(trace, "copying at once"):
                 lazy_bytes = parts.copies.start(plan, in_flight, seal)
             snapshot = in_flight.snapshot
@@ -440,10 +440,13 @@ class Checkpointer:
                 self.fence()
         except BaseException:
             # The caller gets the error; the next save must not wait for this one.
-            if in_flight.snapshot is not None:
+            begun = saves.in_flight
+            if begun is None or begun.ticket is not ticket:
+                pass
+            elif begun.snapshot is not None:
                 self.fence()
-            elif saves.in_flight is in_flight and (snapshot is None or snapshot.failure is not None):
-                saves.fail(in_flight, "the save was interrupted by an error")
+            elif snapshot is None or snapshot.failure is not None:
+                saves.fail(begun, "the save was interrupted by an error")
             raise
         parts.schedule.count_save()
         ticket.stall_s = time.monotonic() - began

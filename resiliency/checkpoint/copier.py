@@ -68,8 +68,9 @@ class Copier:
             snapshot = Snapshot(job, on_done, DeviceCopies(job.device_copies) if job.device_copies else None)
             if snapshot.reads_live_memory:
                 _freed_memory.guard(snapshot)
-            self._current = snapshot
+            # In this order, because Ctrl-C may come between the two: the copy thread looks once the lock is released.
             self._wake.notify_all()
+            self._current = snapshot
         return snapshot
 
     def fence(self, snapshot: Snapshot, *, deadline_s: float) -> float:
@@ -83,7 +84,8 @@ class Copier:
 
         Raises:
             Timeout: the copy did not finish within ``deadline_s``, and up to 10 s more (a device that hangs).
-            BaseException: a signal's handler raised it meanwhile (Ctrl-C); the copy is done and agreed to.
+            BaseException: a signal's handler raised it meanwhile (Ctrl-C). The copy is done and agreed to, unless a
+                second signal came.
         """
         began = time.monotonic()
         device = snapshot.device
@@ -93,31 +95,35 @@ class Copier:
             snapshot.decide()
             return time.monotonic() - began
         snapshot.fence_left.clear()
-        interrupt: BaseException | None = None
         try:
-            try:
-                while snapshot.work(helping=True):
-                    if time.monotonic() - began > deadline_s:
-                        break
-            except BaseException as error:  # Ctrl-C: raised once nothing reads the tensors, for the caller may go on
-                interrupt = error
-            snapshot.finish_copy()
-            left = max(0.0, deadline_s - (time.monotonic() - began))
-            # Waits a second time, because this process, and the copy with it, may have been stopped for longer than the
-            # deadline.
-            if not (snapshot.copied.wait(left) or snapshot.copied.wait(min(deadline_s, _STOPPED_S))):
-                hangs = Timeout(
-                    f"the snapshot was not copied within {deadline_s:.0f} s; the device or the file system hangs"
-                )
-                snapshot.decide(given_up=hangs)  # sources not read yet may change from now on
-                raise hangs
-            snapshot.decide(fenced=True)
-            snapshot.help_compare()
+            self._end(snapshot, began, deadline_s)
+        except Timeout:
+            raise
+        except BaseException as interrupt:
+            # Ctrl-C is raised once nothing reads the tensors, for the caller may go on; a second one at once.
+            self._end(snapshot, began, deadline_s)
+            raise interrupt
         finally:
             snapshot.fence_left.set()
-        if interrupt is not None:
-            raise interrupt
         return time.monotonic() - began
+
+    def _end(self, snapshot: Snapshot, began: float, deadline_s: float) -> None:
+        """Helps to copy, waits for the rest, and agrees. May be interrupted and called again."""
+        while snapshot.work(helping=True):
+            if time.monotonic() - began > deadline_s:
+                break
+        snapshot.finish_copy()
+        left = max(0.0, deadline_s - (time.monotonic() - began))
+        # Waits a second time, because this process, and the copy with it, may have been stopped for longer than the
+        # deadline.
+        if not (snapshot.copied.wait(left) or snapshot.copied.wait(min(deadline_s, _STOPPED_S))):
+            hangs = Timeout(
+                f"the snapshot was not copied within {deadline_s:.0f} s; the device or the file system hangs"
+            )
+            snapshot.decide(given_up=hangs)  # sources not read yet may change from now on
+            raise hangs
+        snapshot.decide(fenced=True)
+        snapshot.help_compare()
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Blocks until no snapshot is being copied; False when ``timeout_s`` passes first."""

@@ -495,14 +495,11 @@ class Snapshot:
 
 def _is_of_a_signal(error: BaseException) -> bool:
     """True when a signal's handler raised this error, as Ctrl-C does: it came between two instructions of the main
-    thread, and says nothing about the copy. An error of the copy comes from a frame of this package, or names a system
-    call's ``errno``."""
+    thread, and says nothing about the copy. An error of the copy comes from a frame of this package."""
     if threading.current_thread() is not threading.main_thread():
         return False
     if not isinstance(error, Exception):
         return True
-    if isinstance(error, OSError) and error.errno is not None:
-        return False
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return not frame.f_globals.get("__name__", "").startswith("resiliency.")
 

@@ -159,7 +159,7 @@ def test_what_a_copy_learned_about_pages_goes_on_to_the_next_file(tmp_path: Path
 
 @pytest.mark.parametrize("from_pool", [False, True])
 def test_a_file_for_which_there_is_no_room_does_not_keep_what_was_left_of_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_pool: bool
+    tmp_path: Path, arenas: list[Arena], monkeypatch: pytest.MonkeyPatch, from_pool: bool
 ) -> None:
     """ext4 leaves the blocks that it has found."""
 
@@ -168,12 +168,16 @@ def test_a_file_for_which_there_is_no_room_does_not_keep_what_was_left_of_the_di
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", until_the_disk_is_full)
-    arena = Arena()
+    monkeypatch.setattr(arena_module, "stores_may_end_the_process", lambda path: False)
+    arenas.append(arena := Arena())
     if from_pool:
-        offer(arena, prepared(tmp_path, PAGE))
+        offer(arena, prepared(tmp_path, PAGE), is_new=True)
+        idle(arena)
+        assert str(tmp_path) in Path("/proc/self/maps").read_text()
     with pytest.raises(TierError, match="free space"):
         arena.open(str(tmp_path / "steps" / "1" / "shard"), 8 * PAGE, writers=2)
     assert list(tmp_path.rglob("*")) == [tmp_path / "steps"]
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text(), "its blocks are not free while it is mapped"
 
 
 # -- a prepared file is mapped before a save takes it, on a ramdisk each, on a disk a new one ---------------------------
@@ -252,7 +256,8 @@ def test_on_a_disk_only_pages_that_it_does_not_have_yet_are_made_dirty_in_advanc
     assert advised == [256 * PAGE] * populated
     slots.append(arena.open(str(tmp_path / "s" / "shard"), 256 * PAGE))
     assert slots[0].populated is populated and not slots[0].fresh
-    assert (faults_of_stores(slots[0], 0, 256 * PAGE) < 16) is populated
+    if populated:  # else it depends on the file system how many faults there are
+        assert faults_of_stores(slots[0], 0, 256 * PAGE) < 16
 
 
 def test_a_kernel_that_cannot_map_in_advance_lets_the_save_fault(

@@ -19,7 +19,7 @@ import torch
 from resiliency import faultpoints
 from resiliency.agent import file_pool, uploader
 from resiliency.checkpoint import checkpointer as checkpointer_module
-from resiliency.checkpoint import save_tracker, shard_writer, snapshot
+from resiliency.checkpoint import save_tracker, shard_writer
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
@@ -168,18 +168,13 @@ def test_an_error_in_the_middle_of_a_save_does_not_end_checkpointing(local: Path
     assert loads(local) == 3
 
 
-def test_a_copy_that_fails_fails_its_save_only(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = snapshot._copy
+def test_a_copy_that_fails_fails_its_save_only(local: Path) -> None:
     with make_checkpointer(local) as checkpointer:
         assert saved(checkpointer, 1)
-
-        def broken(*args: Any) -> None:
-            raise OSError(errno.EIO, "device lost")
-
-        monkeypatch.setattr(snapshot, "_copy", broken)
+        faultpoints.arm("save.block:error@*")
         assert not saved(checkpointer, 2)
-        assert any("device lost" in outcome.reason for outcome in checkpointer.poll())
-        monkeypatch.setattr(snapshot, "_copy", real)
+        assert any("the copy failed" in outcome.reason for outcome in checkpointer.poll())
+        faultpoints.arm("")
         assert saved(checkpointer, 3)
         assert checkpointer.flush(timeout=SOON)
     assert loads(local) == 3

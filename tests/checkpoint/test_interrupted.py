@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from resiliency.checkpoint import checkpointer as checkpointer_module
 from resiliency.checkpoint import snapshot as snapshot_module
 from resiliency.checkpoint.copier import Copier
-from resiliency.checkpoint.snapshot import Snapshot
+from resiliency.checkpoint.snapshot import Job, Snapshot
+from resiliency.storage.blocks import Blocks
 from resiliency.testing.checkpoints import make_checkpointer
 
 SOON = timedelta(seconds=20)
@@ -74,3 +76,57 @@ def test_a_fence_that_ctrl_c_has_ended_too_early_is_made_up_for_by_the_next(
         assert not checkpointer.pending and checkpointer.flush(timeout=SOON)
         restored = checkpointer.load()
         assert restored is not None and restored.step == 1
+
+
+@pytest.mark.parametrize("where", ["saves.begin", "Seal", "copies.start"])
+def test_ctrl_c_in_the_middle_of_a_save_does_not_end_saving(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(real: Any, after: bool) -> Any:
+        def call(*args: Any, **further: Any) -> Any:
+            if after:
+                real(*args, **further)
+            raise KeyboardInterrupt
+
+        return call
+
+    with make_checkpointer(tmp_path) as checkpointer:
+        state = {"w": torch.ones(10)}
+        checkpointer.warm_up(state)
+        parts = checkpointer._opened
+        assert parts is not None
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            if where == "Seal":
+                patched.setattr(checkpointer_module, "Seal", interrupted(checkpointer_module.Seal, after=False))
+            elif where == "saves.begin":
+                patched.setattr(parts.saves, "begin", interrupted(parts.saves.begin, after=True))
+            else:
+                patched.setattr(parts.copies, "start", interrupted(parts.copies.start, after=False))
+            checkpointer.save(1, state)
+        ticket = checkpointer.save(2, state)
+        assert ticket is not None
+        ticket.wait(timeout=SOON)
+
+
+@pytest.mark.parametrize("where", ["before the copy thread is woken", "after"])
+def test_ctrl_c_while_a_copy_is_queued_leaves_none_that_nobody_does(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier = Copier()
+    notify = copier._wake.notify_all
+
+    def interrupted() -> None:
+        if where == "after":
+            notify()
+        raise KeyboardInterrupt
+
+    job = Job(copies=(), blocks=Blocks(0, 4096), mine=())
+    try:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(copier._wake, "notify_all", interrupted)
+            copier.start(job, lambda snapshot: None)
+        done = threading.Event()
+        copier.fence(copier.start(job, lambda snapshot: done.set()), deadline_s=10)
+        assert done.wait(10)
+    finally:
+        copier.close()
