@@ -49,6 +49,7 @@ from torch.storage import UntypedStorage
 from resiliency import faultpoints
 from resiliency.checkpoint import _freed_memory
 from resiliency.checkpoint._cuda import DeviceCopies
+from resiliency.checkpoint._latch import Latch
 from resiliency.checkpoint._pages import has_small_pages, page_faults, view
 from resiliency.checkpoint._quiet import Question, can_ask
 from resiliency.checkpoint.arena import Slot
@@ -134,11 +135,11 @@ class Snapshot:
     device: DeviceCopies | None = None
     slot: Slot | None = None
     digests: list[str] = field(default_factory=list)
-    opened: threading.Event = field(default_factory=threading.Event)
-    copied: threading.Event = field(default_factory=threading.Event)
-    compared: threading.Event = field(default_factory=threading.Event)
-    fence_left: threading.Event = field(default_factory=threading.Event)
-    done: threading.Event = field(default_factory=threading.Event)
+    opened: Latch = field(default_factory=Latch)
+    copied: Latch = field(default_factory=Latch)
+    compared: Latch = field(default_factory=Latch)
+    fence_left: Latch = field(default_factory=Latch)
+    done: Latch = field(default_factory=Latch)
     error: BaseException | None = None
     afterwards: Callable[[], None] | None = None
     sources: Sources | None = None
