@@ -66,11 +66,15 @@ class Copier:
             if not self._wake.wait_for(lambda: self._current is None, HELPER_S):
                 raise Timeout(f"the previous snapshot was not done within {HELPER_S:.0f} s")
             snapshot = Snapshot(job, on_done, DeviceCopies(job.device_copies) if job.device_copies else None)
-            if snapshot.reads_live_memory:
-                _freed_memory.guard(snapshot)
-            # In this order, because Ctrl-C may come between the two: the copy thread looks once the lock is released.
-            self._wake.notify_all()
-            self._current = snapshot
+            try:
+                if snapshot.reads_live_memory:
+                    _freed_memory.guard(snapshot)
+                # In this order, because Ctrl-C may come in between: the copy thread looks once the lock is released.
+                self._wake.notify_all()
+                self._current = snapshot
+            except BaseException:
+                _freed_memory.release(snapshot)
+                raise
         return snapshot
 
     def fence(self, snapshot: Snapshot, *, deadline_s: float) -> float:

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from resiliency.checkpoint import _freed_memory
 from resiliency.checkpoint import checkpointer as checkpointer_module
 from resiliency.checkpoint import snapshot as snapshot_module
 from resiliency.checkpoint.copier import Copier
+from resiliency.checkpoint.copy_sources import CopyTask
 from resiliency.checkpoint.snapshot import Job, Snapshot
 from resiliency.storage.blocks import Blocks
 from resiliency.testing.checkpoints import make_checkpointer
@@ -121,10 +123,12 @@ def test_ctrl_c_while_a_copy_is_queued_leaves_none_that_nobody_does(
         raise KeyboardInterrupt
 
     job = Job(copies=(), blocks=Blocks(0, 4096), mine=())
+    live = Job(copies=(CopyTask(torch.ones(9), 0, 36, storage=0),), blocks=Blocks(36, 4096), mine=range(1))
     try:
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(copier._wake, "notify_all", interrupted)
-            copier.start(job, lambda snapshot: None)
+            copier.start(live, lambda snapshot: None)
+        assert not _freed_memory._guarded, "who frees a tensor's memory would wait for that copy"
         done = threading.Event()
         copier.fence(copier.start(job, lambda snapshot: done.set()), deadline_s=10)
         assert done.wait(10)
