@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,14 @@ from resiliency.storage.blocks import Blocks
 from resiliency.testing.checkpoints import make_checkpointer
 
 SOON = timedelta(seconds=20)
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """Processes that a shell has started in the background ignore it."""
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, old)
 
 
 @pytest.mark.parametrize("lazy", [True, False])

@@ -643,13 +643,19 @@ class Stop(Exception):
 
 
 @pytest.fixture
-def usr1() -> Iterator[None]:
+def handlers() -> Iterator[None]:
+    """Processes that a shell has started in the background ignore SIGINT."""
+
     def handler(*_: Any) -> None:
         raise Stop
 
-    old = signal.signal(signal.SIGUSR1, handler)
+    old = {
+        kind: signal.signal(kind, how)
+        for kind, how in ((signal.SIGUSR1, handler), (signal.SIGINT, signal.default_int_handler))
+    }
     yield
-    signal.signal(signal.SIGUSR1, old)
+    for kind, how in old.items():
+        signal.signal(kind, how)
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGUSR1])
@@ -657,7 +663,7 @@ def usr1() -> Iterator[None]:
     "where", ["in its first block", "in the last block", "while no other copies", "while it waits"]
 )
 def test_a_signal_at_the_fence_is_raised_there_and_the_save_goes_on(
-    copier: Copier, monkeypatch: pytest.MonkeyPatch, usr1: None, kind: signal.Signals, where: str
+    copier: Copier, monkeypatch: pytest.MonkeyPatch, handlers: None, kind: signal.Signals, where: str
 ) -> None:
     """As in code that knows nothing of checkpoints. What the program does next must not get into the copy."""
     main, real = threading.main_thread(), snapshot_module._copy

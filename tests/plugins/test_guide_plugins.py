@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from resiliency.checkpoint import snapshot as snapshot_module
+from resiliency import faultpoints
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.errors import ConfigError
 from resiliency.inspection.by_path import locate
@@ -212,19 +212,15 @@ def test_a_finalize_fn_that_raises_leaves_nothing_undone(made: Any, tmp_path: Pa
 
 
 def test_a_save_that_fails_in_the_background_keeps_the_old_one(
-    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    made: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plugin = made("MinCkptOverheadCheckpointIO", async_save=True)
     old, new, newer = (tmp_path / f"step={step}.ckpt" for step in (1, 2, 3))
     plugin.save_checkpoint(checkpoint(1), old)
     plugin.load_checkpoint(old)
 
-    def fails(point: str, **where: Any) -> None:
-        if point == "save.block":
-            raise OSError(5, "the disk fails")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(snapshot_module.faultpoints, "hit", fails)
+    faultpoints.arm("save.block:error@*")
+    try:
         plugin.save_checkpoint(checkpoint(2), new)
         plugin.remove_checkpoint(old)
         called: list[int] = []
@@ -232,6 +228,8 @@ def test_a_save_that_fails_in_the_background_keeps_the_old_one(
         plugin.save_checkpoint(checkpoint(3), newer, storage_options={"finalize_fn": lambda: called.append(3)})
         plugin.remove_checkpoint(old)
         plugin.load_checkpoint(old)
+    finally:
+        faultpoints.arm("")
     assert called == [], "a save that failed was called finished"
     assert old.exists() and not new.exists() and "step=2.ckpt was not saved" in caplog.text
     plugin.save_checkpoint(checkpoint(4), tmp_path / "step=4.ckpt")

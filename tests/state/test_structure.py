@@ -174,6 +174,7 @@ def trip(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Round]:
     # Its threads outlive one test: they are started before the check of leftovers looks for the first time.
     made.save({"first": torch.ones(1)})
     assert made.checkpointer.load() is not None
+    made.checkpointer.warm_up(nbytes=2 << 20, slots=1)
     yield made
     made.checkpointer.close()
 
