@@ -234,10 +234,8 @@ class CheckpointSaver:
         if self.engine is None:
             return left()
         try:
-            # The first pass waits for this rank's shards to be recorded, the second for those of the other ranks.
-            for _ in range(2):
-                self.engine.flush(stage, timeout=left())
-                self.session.deliver_outcomes()
+            self.engine.flush(stage, timeout=left())
+            self.session.deliver_outcomes()
         except (OSError, RuntimeError) as error:
             # Boundary: torch's store raises these when another rank has exited. Not fatal, because training is over and
             # the agent finishes sealed saves.
