@@ -607,7 +607,7 @@ def test_an_error_is_reported_and_the_copier_lives_on(copier: Copier, monkeypatc
     snapshot = file.start(copier, [copy_of(torch.ones(10_000), 0)])
     copier.fence(snapshot, deadline_s=10)
     assert copier.wait_idle(10)  # the copy thread tells the end after the fence
-    assert isinstance(snapshot.error, OSError) and file.finished == [snapshot]
+    assert isinstance(snapshot.error, OSError) and snapshot.error.errno == errno.EIO and file.finished == [snapshot]
     faultpoints.arm("")
     again = file.start(copier, [copy_of(torch.ones(10_000), 0)])
     copier.fence(again, deadline_s=10)
