@@ -24,6 +24,8 @@ from tests.older_torch import load_values, needs_names_of_gloo_threads
 from tests.ports import free_port
 
 SOON_S = 40.0
+#: What a rank logs once it has chosen, and told the others, the batch at whose end it can stop.
+NOTICED = "that the job is to go"
 
 
 class Job:
@@ -75,6 +77,14 @@ class Job:
                 os.killpg(worker.pid, number)  # each rank of these tests has a group of its own, with its children
             elif whom in ("all", str(rank)):
                 os.kill(worker.pid, number)
+
+    def wait_noticed(self, whom: str) -> None:
+        """Waits until the ranks that were signalled know it: their threads may come late on a busy machine."""
+        until = time.monotonic() + SOON_S
+        for rank in range(self.ranks):
+            while whom in ("all", "group", str(rank)) and NOTICED not in (self.folder / f"log-{rank}").read_text():
+                assert time.monotonic() < until, f"rank {rank} did not notice: {self.logs()}"
+                time.sleep(0.005)
 
     def go(self) -> None:
         (self.folder / "go").touch()
@@ -147,6 +157,7 @@ def test_all_ranks_save_one_step_and_leave(
     job.start(moment=moment, workers=2 if whom == "group" else 0)
     job.wait_there()
     job.signal(whom)
+    job.wait_noticed(whom)
     job.go()
     assert job.codes() == [PREEMPTED, PREEMPTED], job.results()
     first, second = job.results()

@@ -556,13 +556,27 @@ def test_nothing_is_stored_into_fresh_pages(copier: Copier, monkeypatch: pytest.
     assert file.map[:] == bytes_of(tensor) and bool(stored) is (way != "fresh")
 
 
-def test_no_room_for_fresh_pages_fails_the_save(copier: Copier, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    def full(fd: int, data: Any, at: int) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize("whose", ["training", "copy"])
+def test_no_room_for_fresh_pages_fails_the_save(
+    copier: Copier, monkeypatch: pytest.MonkeyPatch, way: str, whose: str
+) -> None:
+    """Whichever thread's write fails first."""
+    real, main, failed = snapshot_module._copy, threading.current_thread(), threading.Event()
 
-    monkeypatch.setattr(os, "pwrite", full)
-    file = File(10_000)
-    snapshot = file.start(copier, [copy_of(torch.zeros(2500), 0)])
+    def copy(pieces: Any, base: int, fd: int | None, digest: Any) -> tuple[int, int]:
+        if (threading.current_thread() is main) is (whose == "training"):
+            try:
+                return real(pieces, base, fd, digest)
+            finally:
+                failed.set()
+        assert failed.wait(10)
+        return real(pieces, base, fd, digest)
+
+    monkeypatch.setattr(snapshot_module, "_copy", copy)
+    file = File(20_000)
+    with open("/dev/full", "r+b", buffering=0) as full:
+        os.dup2(full.fileno(), file.slot.fd)
+    snapshot = file.start(copier, [copy_of(torch.zeros(5000), 0)])
     copier.fence(snapshot, deadline_s=10)
     if way != "writes":  # of which the helper's are stores
         assert ("No space left" in str(snapshot.error)) is (way == "fresh")
