@@ -438,10 +438,13 @@ class HostAgent:
         """True when no work is queued or running."""
         return self._commits.idle and self._syncs.idle and all(uploader.idle for uploader in self._uploaders)
 
+    def has_left(self, rank: int) -> bool:
+        """True once the rank has said Bye. Thread: any."""
+        return rank in self._left
+
     def tell_lost(self, rank: int, pid: int) -> None:
-        """Writes the event that a rank's process has died, unless the rank has said Bye. Thread: any."""
-        if rank not in self._left:
-            self._events.emit(EventKind.WORKER_LOST, worker=rank, lost_pid=pid)
+        """Writes the event that a rank's process has died. Thread: any."""
+        self._events.emit(EventKind.WORKER_LOST, worker=rank, lost_pid=pid)
 
     def close(self) -> None:
         """Stops all threads; as configured, frees memory on a ramdisk, or leaves only the checkpoints' files. The next

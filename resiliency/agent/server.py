@@ -256,14 +256,15 @@ class AgentServer:
             logger.debug("rank %d has disconnected; %s was not sent", rank, type(message).__name__)
 
     def _tell_if_lost(self, rank: int, peer: Peer, connection: socket.socket) -> None:
-        """Handles a rank that has hung up: writes an event if its process dies. The rank is removed from the clients
+        """Handles a rank that has hung up: writes an event if its process dies, unless the rank has said Bye: then the
+        agent ends without that wait, for which the end of a fit would wait too. The rank is removed from the clients
         first, because one whose process goes on in the next attempt connects again."""
         with self._lock:
             agent = self._agent if self._clients.get(rank) is connection else None
             self._ending += 1
         try:
             self._disconnected(rank, connection)
-            if agent is not None and peer.died(within_s=_DEATH_S):
+            if agent is not None and not agent.has_left(rank) and peer.died(within_s=_DEATH_S):
                 agent.tell_lost(rank, peer.pid)
         finally:
             with self._lock:

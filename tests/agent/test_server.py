@@ -16,7 +16,7 @@ import pytest
 from resiliency.agent import server, uploader
 from resiliency.agent.client import AgentClient
 from resiliency.agent.config import AgentConfig, TierSpec
-from resiliency.agent.messages import Complete, Hello, Message, Recorded, Refused, Welcome
+from resiliency.agent.messages import Bye, Complete, Hello, Message, Recorded, Refused, Welcome
 from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, pack
 from resiliency.agent.server import EXIT_TAKEN, AgentServer
 from resiliency.errors import AgentError
@@ -95,6 +95,23 @@ def test_each_rank_is_welcomed_and_the_agent_ends_after_the_last(
     assert not thread.is_alive()
     with pytest.raises(ConnectionRefusedError):
         dial(config)
+
+
+def test_the_end_does_not_wait_for_the_death_of_ranks_that_have_said_bye(
+    config: AgentConfig, serve: Callable[[AgentConfig], threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their processes go on after the fit, which waits for the end of the agent."""
+    monkeypatch.setattr(server, "_DEATH_S", 600.0)
+    thread = serve(config)
+    connections = [dial(config), dial(config)]
+    for rank, connection in enumerate(connections):
+        connection.sendall(hello(config, rank))
+        assert isinstance(answer(connection), Welcome)
+    for connection in connections:
+        connection.sendall(pack(Bye()))
+        connection.close()
+    thread.join(15)
+    assert not thread.is_alive()
 
 
 def test_an_agent_that_no_rank_connects_to_ends(config: AgentConfig, monkeypatch: pytest.MonkeyPatch) -> None:
