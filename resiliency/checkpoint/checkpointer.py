@@ -144,6 +144,8 @@ class Checkpointer:
         self._opened: _Parts | None = None
         self._pid = os.getpid()
         self._closed = False
+        #: (tier, save) whose missing parts of other ranks a flush waits for -> monotonic seconds when the first began.
+        self._awaited: dict[tuple[str, StepId], float] = {}
 
     # -- start ----------------------------------------------------------------------------------------------------
 
@@ -571,8 +573,8 @@ class Checkpointer:
 
         Returns:
             False when ``timeout`` passed first, or when other ranks did not record their shards, or other hosts did not
-            send them to a remote tier, within 30 s after this one (they exited). A save that one of them has given up
-            is not waited for.
+            send them to a remote tier, within 30 s (they exited); a later call does not wait for the same parts again.
+            A save that one of them has given up is not waited for.
         """
         return self._flush(stage, tier, timeout, others_s=_OTHERS_S)
 
@@ -599,13 +601,15 @@ class Checkpointer:
         done = flushed()
         if stage in (Stage.COPIED, Stage.RECORDED):
             return done
-        others = min(deadline, time.monotonic() + others_s)
-        while done and saves.waits_for_others(stage, tier):
-            left = others - time.monotonic()
+        began = time.monotonic()
+        while done and (missing := saves.parts_of_others(stage, tier)):
+            # Counted from the first flush that waited: at the end of a job several come one after the other.
+            self._awaited = {part: self._awaited.get(part, began) for part in missing}
+            left = min(deadline, max(self._awaited.values()) + others_s) - time.monotonic()
             if left <= 0:
                 return False
             saves.wait(left)
-            if not saves.waits_for_others(stage, tier):
+            if not saves.parts_of_others(stage, tier):
                 done = flushed()
         return done
 

@@ -176,30 +176,34 @@ class SaveTracker:
 
     # -- messages of the agent ------------------------------------------------------------------------------------
 
-    def waits_for_others(self, stage: Stage, tier: str | None) -> bool:
-        """True while the parts of other ranks are missing, without which what this rank has saved does not reach a
-        stage: COMMITTED on the local tier, or DURABLE also on a remote one.
+    def parts_of_others(self, stage: Stage, tier: str | None) -> set[tuple[str, StepId]]:
+        """The (tier, save) of which parts of other ranks are missing, without which what this rank has saved does not
+        reach a stage: COMMITTED on the local tier, or DURABLE also on a remote one.
 
         Args:
             tier: for DURABLE: looks only at this tier; None: all.
         """
-        if self._uncounted or (self._hears_others and self._newest_waits(LOCAL, Stage.RECORDED, Stage.COMMITTED)):
-            return True
-        remotes = {name for ticket in self._tickets.values() for name in ticket.tiers} - {LOCAL}
-        return stage is Stage.DURABLE and any(
-            self._newest_waits(name, Stage.COMMITTED, Stage.DURABLE) for name in remotes if tier in (None, name)
-        )
+        missing = {(LOCAL, step) for step in self._uncounted}
+        if self._hears_others:
+            missing |= self._newest_lacks(LOCAL, Stage.RECORDED, Stage.COMMITTED)
+        if stage is Stage.DURABLE:
+            remotes = {name for ticket in self._tickets.values() for name in ticket.tiers} - {LOCAL}
+            for name in remotes if tier is None else remotes & {tier}:
+                missing |= self._newest_lacks(name, Stage.COMMITTED, Stage.DURABLE)
+        return missing
 
-    def _newest_waits(self, tier: str, reached: Stage, wanted: Stage) -> bool:
-        """True when the newest save for a tier that has reached one stage on the local tier has not reached another one
-        on that tier. Of older ones nothing more is heard: a rank failed there, or they gave way."""
+    def _newest_lacks(self, tier: str, reached: Stage, wanted: Stage) -> set[tuple[str, StepId]]:
+        """The newest save for a tier that has reached one stage on the local tier, if it has not reached another one on
+        that tier. Of older ones nothing more is heard: a rank failed there, or they gave way."""
         there = [
             ticket
             for ticket in self._tickets.values()
             if tier in (LOCAL, *ticket.tiers) and ticket.failed is None and ticket.has_reached(reached)
         ]
         newest = max(there, key=lambda ticket: ticket.id, default=None)
-        return newest is not None and not newest.has_reached(wanted, tier=tier) and tier not in newest.given_up
+        if newest is None or newest.has_reached(wanted, tier=tier) or tier in newest.given_up:
+            return set()
+        return {(tier, newest.id)}
 
     def process_messages(self) -> None:
         """Handles all messages received from the agent, and the failure of a copy. Blocks: no, but for requests to the

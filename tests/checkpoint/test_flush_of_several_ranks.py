@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,63 @@ def test_a_flush_says_that_the_other_ranks_part_did_not_come(tmp_path: Path, mon
 
     run_ranks(2, work, timeout_s=60)
     assert not (tmp_path / "local" / "last.ckpt").exists()
+
+
+def test_what_one_flush_has_waited_for_the_next_does_not_wait_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a fit waits for COMMITTED, then for DURABLE, and then closes."""
+    monkeypatch.setattr(module, "_OTHERS_S", 3.0)
+    done = threading.Event()
+
+    def work(rank: int, coordinator: Coordinator) -> None:
+        checkpointer = make_checkpointer(
+            tmp_path / "local", coordinator, options=CheckpointerOptions(drain_timeout=timedelta(seconds=5))
+        )
+        checkpointer.open()
+        if rank == 1:
+            assert done.wait(20)
+            checkpointer.close()
+            return
+        assert checkpointer.save(1, make_state(1), names=["last.ckpt"]) is not None
+        began = time.monotonic()
+        assert not checkpointer.flush(Stage.COMMITTED, timeout=SOON)
+        first = time.monotonic()
+        assert not checkpointer.flush(Stage.DURABLE, timeout=SOON)
+        assert not checkpointer.flush(Stage.COMMITTED, timeout=SOON)
+        checkpointer.close(timeout=SOON)
+        done.set()
+        assert time.monotonic() - first < (first - began) / 2
+
+    run_ranks(2, work, timeout_s=60)
+
+
+def test_a_flush_waits_for_the_other_ranks_part_of_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although it has waited in vain for that of the save before."""
+    monkeypatch.setattr(module, "_OTHERS_S", 0.3)
+    given_up = threading.Event()
+
+    def work(rank: int, coordinator: Coordinator) -> None:
+        with make_checkpointer(tmp_path / "local", coordinator) as checkpointer:
+            if rank == 1:
+                assert given_up.wait(20)
+                checkpointer._parts().saves.next_id(1)  # a save that this rank does not take part in
+                assert checkpointer.save(2, make_state(2), names=["last.ckpt"]) is not None
+                assert checkpointer.flush(Stage.COMMITTED, timeout=SOON)
+                return
+            assert checkpointer.save(1, make_state(1), names=["last.ckpt"]) is not None
+            assert not checkpointer.flush(Stage.COMMITTED, timeout=SOON)
+            monkeypatch.setattr(module, "_OTHERS_S", 20.0)
+            assert checkpointer._awaited
+            checkpointer._awaited = dict.fromkeys(checkpointer._awaited, 0.0)  # that was long ago
+            ticket = checkpointer.save(2, make_state(2), names=["last.ckpt"])
+            threading.Timer(0.5, given_up.set).start()
+            assert checkpointer.flush(Stage.COMMITTED, timeout=SOON)
+            assert ticket is not None and ticket.has_reached(Stage.COMMITTED)
+
+    run_ranks(2, work, timeout_s=60)
 
 
 def test_a_flush_does_not_wait_for_a_part_that_is_given_up(tmp_path: Path) -> None:
