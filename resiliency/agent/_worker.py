@@ -27,7 +27,8 @@ class Worker:
         self._name = name
         self._nice = nice
         self._jobs: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
+        self._lock = threading.RLock()  # entered in native code, see resiliency.agent.client
+        self._wake = threading.Condition(self._lock)
         self._running = False
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -38,7 +39,7 @@ class Worker:
         Raises:
             AgentError: the thread cannot be started; the job is not queued.
         """
-        with self._wake:
+        with self._lock:
             if self._closed:
                 return
             if self._thread is None:
@@ -56,12 +57,12 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        with self._wake:
+        with self._lock:
             return not self._jobs and not self._running
 
     def wait_idle(self, deadline: float) -> bool:
         """Waits until nothing is queued or running; False when ``deadline`` (monotonic seconds) passes first."""
-        with self._wake:
+        with self._lock:
             while self._jobs or self._running:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -73,7 +74,7 @@ class Worker:
         if self._nice:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)  # on Linux: of this thread only
         while True:
-            with self._wake:
+            with self._lock:
                 while not self._jobs and not self._closed:
                     self._wake.wait()
                 if not self._jobs:
@@ -87,13 +88,13 @@ class Worker:
             ):  # Boundary: one failed job must not end the agent; jobs report expected errors themselves.
                 logger.exception("%s: job failed", self._name)
             finally:
-                with self._wake:
+                with self._lock:
                     self._running = False
                     self._wake.notify_all()
 
     def close(self, *, timeout_s: float = 5.0) -> None:
         """Drops queued jobs, and ends the thread after the running one. Blocks: up to ``timeout_s``. Idempotent."""
-        with self._wake:
+        with self._lock:
             self._closed = True
             self._jobs.clear()
             self._wake.notify_all()

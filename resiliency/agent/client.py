@@ -105,7 +105,9 @@ class AgentClient:
         self.config = config
         self.rank = rank
         self._events = events
-        self._lock = threading.Condition()
+        #: Entered in native code: Ctrl-C in Python's own ``Condition.__enter__`` leaves a lock that nobody releases.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._inbox: deque[Notice] = deque()
         self._take_file: Callable[[FileReady], None] | None = None
         self._woken = False
@@ -488,7 +490,7 @@ class AgentClient:
         with self._lock:
             while True:
                 left = max(0.0, deadline - time.monotonic())
-                heard = self._lock.wait_for(lambda: bool(self._inbox) or self._woken, min(left, _LOOK_S))
+                heard = self._changed.wait_for(lambda: bool(self._inbox) or self._woken, min(left, _LOOK_S))
                 if heard or left <= _LOOK_S:
                     self._woken = False
                     return heard
@@ -502,7 +504,7 @@ class AgentClient:
         Blocks: no."""
         with self._lock:
             self._woken = True
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def _deliver(self, message: Notice) -> None:
         with self._lock:
@@ -526,7 +528,7 @@ class AgentClient:
                 self._woken = True
             else:
                 self._inbox.append(message)
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def give_files_to(self, take: Callable[[FileReady], None]) -> None:
         """From now on calls ``take`` with each prepared file as soon as its notice comes, and now with those already
@@ -601,7 +603,7 @@ class AgentClient:
                 "rank %d: checkpoints cannot be committed any more; training goes on without new ones", self.rank
             )
         with self._lock:
-            self._lock.notify_all()
+            self._changed.notify_all()
         return False
 
     # -- close ----------------------------------------------------------------------------------------------------
@@ -632,7 +634,7 @@ class AgentClient:
             connection = self._socket
             if connection is None:
                 # The link thread is getting a new agent; it notifies when it has one or has given up.
-                self._lock.wait(min(left, 1.0))
+                self._changed.wait(min(left, 1.0))
                 lost = self._thread is not None and not self._thread.is_alive() and self._embedded is None
                 return False if lost and self._socket is None else None
             self._flushes += 1
@@ -640,13 +642,13 @@ class AgentClient:
             try:
                 connection.sendall(pack(Flush(ticket=ticket, stage=stage, tier=tier, timeout_s=left)))
             except OSError:
-                self._lock.wait(min(left, 0.2))
+                self._changed.wait(min(left, 0.2))
                 return None
             deadline = time.monotonic() + left + 1.0
             with Peer(connection) as agent:
                 watch = _StopWatch()
                 while ticket not in self._flushed and self._socket is connection and time.monotonic() < deadline:
-                    self._lock.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+                    self._changed.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
                     if watch.too_long(agent):
                         self._replace_stopped(agent)
                         break

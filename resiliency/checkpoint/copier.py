@@ -37,7 +37,8 @@ class Copier:
     """
 
     def __init__(self, *, name: str = "resiliency-copy", threads: int = 1) -> None:
-        self._wake = threading.Condition()
+        self._lock = threading.RLock()  # entered in native code, see resiliency.agent.client
+        self._wake = threading.Condition(self._lock)
         self._current: Snapshot | None = None
         #: The current snapshot, once its file is open and its sources can be read.
         self._ready: Snapshot | None = None
@@ -61,7 +62,7 @@ class Copier:
         Raises:
             Timeout: the previous snapshot was not done in time.
         """
-        with self._wake:
+        with self._lock:
             # The previous save may be recorded before the copy thread has returned from reporting it.
             if not self._wake.wait_for(lambda: self._current is None, HELPER_S):
                 raise Timeout(f"the previous snapshot was not done within {HELPER_S:.0f} s")
@@ -131,12 +132,12 @@ class Copier:
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Blocks until no snapshot is being copied; False when ``timeout_s`` passes first."""
-        with self._wake:
+        with self._lock:
             return self._wake.wait_for(lambda: self._current is None, timeout_s)
 
     def _run(self) -> None:
         while True:
-            with self._wake:
+            with self._lock:
                 while self._current is None and not self._closed:
                     self._wake.wait()
                 if self._current is None:
@@ -145,13 +146,13 @@ class Copier:
             with traced(snapshot.job.trace, "background copy"):
                 snapshot.open_file()
                 snapshot.wait_device()
-                with self._wake:
+                with self._lock:
                     self._ready, self._started = snapshot, self._started + 1
                     self._wake.notify_all()
                 while snapshot.work():
                     continue
             snapshot.finish()
-            with self._wake:
+            with self._lock:
                 self._current = self._ready = None
                 self._wake.notify_all()
                 self._wake.wait_for(lambda: self._closed or self._current is not None, _CLOSE_AFTER_S)
@@ -161,7 +162,7 @@ class Copier:
     def _help(self) -> None:
         helped = 0
         while True:
-            with self._wake:
+            with self._lock:
                 while not self._closed and (self._ready is None or self._started == helped):
                     self._wake.wait()
                 snapshot, helped = self._ready, self._started
@@ -174,7 +175,7 @@ class Copier:
     def close(self) -> None:
         """Finishes the pending snapshot and ends the threads. Idempotent. Blocks: for the rest of the copy, up to 60 s
         more."""
-        with self._wake:
+        with self._lock:
             self._closed = True
             self._wake.notify_all()
             current = self._current

@@ -72,7 +72,8 @@ class SaveTrace:
 
     def __init__(self, *, step: int, rank: int, write: Callable[[FinishedTrace], None], timeout_s: float) -> None:
         self._step, self._rank, self._write, self._timeout_s = step, rank, write, timeout_s
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered in native code, see resiliency.agent.client
+        self._changed = threading.Condition(self._lock)
         self._spans: list[Span] = []
         self._moments: list[Moment] = []
         self._awaited: dict[str, Stage] | None = None  # last stage of each tier not done yet; None: not begun
@@ -89,12 +90,12 @@ class SaveTrace:
 
     def add(self, span: Span) -> None:
         """Adds a span of work. Blocks: no."""
-        with self._changed:
+        with self._lock:
             self._spans.append(span)
 
     def follow(self, client: AgentClient, save: StepId, stages: Mapping[str, Stage]) -> None:
         """Also collects the agent's work, until the save has reached the given stage on each tier. Blocks: no."""
-        with self._changed:
+        with self._lock:
             self._client, self._id, self._awaited = client, save, dict(stages)
         client.trace(save, self._take)
 
@@ -102,12 +103,12 @@ class SaveTrace:
         """Call on the thread that reports the written shard to the agent; from then on the save waits for its
         commit."""
         thread = threading.current_thread()
-        with self._changed:
+        with self._lock:
             self._sealed = (time.monotonic_ns(), threading.get_native_id(), thread.name)
 
     def end(self, reason: str) -> None:
         """Ends the trace: the save has failed, or nobody waits for it any more. Idempotent. Blocks: no."""
-        with self._changed:
+        with self._lock:
             if not self._outcome:
                 self._moments.append(Moment(name="ended", at_ns=time.monotonic_ns(), facts={"reason": reason}))
                 self._outcome = reason
@@ -124,7 +125,7 @@ class SaveTrace:
         Blocks: first up to ``patience_s`` for the save to reach its end, because another rank may be a moment behind;
             then up to ``timeout_s``.
         """
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: bool(self._outcome), patience_s)
         self.end("the checkpointer was closed before the save had reached all its tiers")
         self._thread.join(timeout_s)
@@ -135,7 +136,7 @@ class SaveTrace:
         """Handles each message of the agent about this save. Called on the receiving thread, which holds the client's
         lock."""
         now = time.monotonic_ns()
-        with self._changed:
+        with self._lock:
             if isinstance(message, Traced):
                 self._spans.append(
                     Span(
@@ -193,17 +194,17 @@ class SaveTrace:
 
     def _run(self) -> None:
         with traced(self, f"checkpoint of step {self._step}"):
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda: bool(self._outcome), self._timeout_s)
                 client, save = self._client, self._id
             if client is not None and save is not None:
                 client.send(Trace(id=save, end=True))
-                with self._changed:
+                with self._lock:
                     self._changed.wait_for(lambda: self._last_words, _LAST_WORDS_S)
                 client.stop_tracing(save)
-            with self._changed:
+            with self._lock:
                 self._add_wait(time.monotonic_ns())  # for a save that was not committed
-        with self._changed:
+        with self._lock:
             outcome = self._outcome or f"not everything was done within {self._timeout_s:.0f} s"
             finished = FinishedTrace(
                 step=self._step,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,6 +20,8 @@ from resiliency.checkpoint import checkpointer as checkpointer_module
 from resiliency.checkpoint import snapshot as snapshot_module
 from resiliency.checkpoint.copier import Copier
 from resiliency.checkpoint.copy_sources import CopyTask
+from resiliency.checkpoint.options import CheckpointerOptions, RemoteTierOptions
+from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.snapshot import Job, Snapshot
 from resiliency.storage.blocks import Blocks
 from resiliency.testing.checkpoints import make_checkpointer
@@ -143,3 +148,34 @@ def test_ctrl_c_while_a_copy_is_queued_leaves_none_that_nobody_does(
         assert done.wait(10)
     finally:
         copier.close()
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("agent", ["embedded", "process"])
+def test_the_training_thread_enters_no_lock_in_python_code(agent: Any, lazy: bool, tmp_path: Path) -> None:
+    """Ctrl-C between the lock and the ``with`` of ``Condition.__enter__`` leaves it held, and the next save hangs."""
+    entered: list[str] = []
+    saved: list[bool] = []
+    traces = {step: SaveTrace(step=step, rank=0, write=lambda _: None, timeout_s=30) for step in (2, 3)}
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is threading.Condition.__enter__.__code__:
+            entered.append("".join(traceback.format_stack(frame.f_back, 4)))
+
+    remote = RemoteTierOptions(address=str(tmp_path / "remote"))
+    options = CheckpointerOptions(agent=agent)
+    with make_checkpointer(tmp_path / "local", remotes=[remote], options=options) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(300_000)}, lazy=lazy)
+        assert checkpointer.flush(timeout=SOON)
+        sys.setprofile(profile)
+        try:
+            for step in (2, 3):
+                ticket = checkpointer.save(step, {"w": torch.ones(300_000)}, lazy=lazy, trace=traces[step])
+                checkpointer.fence()
+                checkpointer.poll()
+                assert ticket is not None
+                ticket.wait(timeout=SOON)
+                saved.append(checkpointer.flush(timeout=SOON))
+        finally:
+            sys.setprofile(None)
+    assert saved == [True, True] and not entered, "\n".join(entered)
