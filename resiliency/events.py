@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -256,13 +256,13 @@ class BackgroundSink:
     checkpoint causes: then it takes tens of milliseconds, for which the training step would wait. A killed process
     loses only the events of that time.
 
-    Thread: any. ``close`` blocks for up to ``drain_s`` seconds while it writes what is queued.
+    Thread: any. ``close`` and ``drain`` block for up to ``drain_s`` seconds while it writes what is queued.
     """
 
     def __init__(self, inner: EventSink, *, drain_s: float = 5.0) -> None:
         self._inner = inner
         self._drain_s = drain_s
-        self._queue: SimpleQueue[Event | None] = SimpleQueue()
+        self._queue: SimpleQueue[Event | Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -277,10 +277,22 @@ class BackgroundSink:
 
     def _run(self) -> None:
         while (event := self._queue.get()) is not None:
+            if not isinstance(event, Event):
+                event()
+                continue
             try:
                 self._inner.emit(event)
             except Exception:  # Boundary: a user's sink must not end the log.
                 logger.warning("event sink %r failed on %s", self._inner, event.kind, exc_info=True)
+
+    def drain(self) -> None:
+        """Returns when all events before this call are written."""
+        with self._lock:
+            thread = None if self._closed else self._thread
+        if thread is not None and thread.is_alive():
+            written = threading.Event()
+            self._queue.put(written.set)
+            written.wait(self._drain_s)
 
     def close(self) -> None:
         with self._lock:
@@ -318,6 +330,12 @@ class EventWriter:
                 sink.emit(event)
             except Exception:  # Boundary: a user's sink must not end training.
                 logger.warning("event sink %r failed on %s", sink, kind, exc_info=True)
+
+    def drain(self) -> None:
+        """Returns when the events so far are written, or after 5 s."""
+        for sink in self._sinks:
+            if isinstance(sink, BackgroundSink):
+                sink.drain()
 
     def close(self) -> None:
         for sink in self._sinks:

@@ -298,6 +298,21 @@ def test_the_background_sink_ends_in_time_when_the_disk_hangs() -> None:
     slow.go.set()
 
 
+def test_draining_returns_when_the_events_so_far_are_written() -> None:
+    slow = Slow()
+    events = writer(Collect(), BackgroundSink(slow))
+    events.drain()
+    for step in range(3):
+        events.emit("x", step=step)
+    threading.Timer(0.1, slow.go.set).start()
+    events.drain()
+    assert [event.step for event in slow.events] == [0, 1, 2] and not slow.closed
+    events.emit("x", step=3)
+    events.close()
+    events.drain()
+    assert [event.step for event in slow.events] == [0, 1, 2, 3]
+
+
 def test_the_background_sink_lives_through_a_broken_one() -> None:
     class Once(Collect):
         def emit(self, event: Event) -> None:

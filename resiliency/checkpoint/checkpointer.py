@@ -666,6 +666,9 @@ class Checkpointer:
                 trace.close(timeout_s=left, patience_s=left / 2 if flush and done else 0.0)
             parts.copier.close()
             parts.arena.close()
+            # Where the agent removes its folder at the end, an event that is written for the first time after that
+            # would make it anew.
+            session.events.drain()
             session.client.send(Bye(finished=reason == "finished"))
             idle_s = _IDLE_AGENT_S if done else _BUSY_AGENT_S
             if done and session.client.config.only_files:

@@ -267,7 +267,7 @@ def delete_names(tier: Tier, run: str, names: Iterable[str], *, step: StepId | N
         if found is None or found.run != run or step not in (None, found.id):
             continue
         if found.replicated:
-            tier.delete(name)
+            tier.delete(name, keep_folder=True)  # the user's, as the stock class leaves it
         else:
             _delete_folder(tier, name)
         gone.append(name)

@@ -65,8 +65,8 @@ class WrappedTier:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return iter(self.around("list", prefix, lambda: [*self.inner.list(prefix)]))
 
-    def delete(self, key: str) -> None:
-        self.around("delete", key, lambda: self.inner.delete(key))
+    def delete(self, key: str, *, keep_folder: bool = False) -> None:
+        self.around("delete", key, lambda: self.inner.delete(key, keep_folder=keep_folder))
 
 
 class Fault(enum.Enum):

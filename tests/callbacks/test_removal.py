@@ -239,3 +239,15 @@ def test_files_of_other_runs_and_other_people_stay(tmp_path: Path) -> None:
     assert names(tmp_path) == {"step=2.ckpt", "step=4.ckpt", "theirs.ckpt"}
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert content(tmp_path / "step=2.ckpt")["global_step"] == 2
+
+
+def test_folders_in_names_stay_as_with_the_stock_class(tmp_path: Path) -> None:
+    """A metric named ``val/loss`` makes them. They may be the user's own, with writers of their own."""
+    trees = {}
+    for kind, make in (("stock", stock(PL)), ("ours", ours)):
+        directory = tmp_path / kind
+        arguments = NEWEST | {"filename": "a/{step}/b", "auto_insert_metric_name": False}
+        callback = make(str(directory), **arguments) if make is not ours else ours(PL, directory, **arguments)
+        make_trainer(PL, [callback], root=tmp_path / f"{kind}-root").fit(make_net(PL), loader())
+        trees[kind] = {str(path.relative_to(directory)) for path in directory.rglob("*")}
+    assert trees["ours"] == trees["stock"] and len(trees["stock"]) > 3

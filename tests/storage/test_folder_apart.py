@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from typing import Any
 import pytest
 
 from resiliency.agent.abandoned import delete_abandoned
+from resiliency.agent.client import AgentClient
 from resiliency.checkpoint import session
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
 from resiliency.errors import ResiliencyError
+from resiliency.events import Event, JsonlSink
 from resiliency.inspection import survey
 from resiliency.inspection.verify import check_step
 from resiliency.storage import meta_folder as module
@@ -286,6 +289,27 @@ def resumes_from(directory: Path, *, options: LocalTierOptions | None = None) ->
     with make_checkpointer(options or only_files(directory)) as checkpointer:
         restored = checkpointer.load()
         return None if restored is None else restored.step
+
+
+def test_an_event_that_is_written_late_does_not_make_the_folder_anew(
+    ckpts: Path, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that writes the log may be late on a busy machine."""
+    ended, write, close = threading.Event(), JsonlSink.emit, AgentClient.close
+
+    def late(self: JsonlSink, event: Event) -> None:
+        if threading.current_thread().name == "resiliency-events":
+            ended.wait(0.5)
+        write(self, event)
+
+    def ends(self: AgentClient, **further: Any) -> None:
+        close(self, **further)
+        ended.set()
+
+    monkeypatch.setattr(JsonlSink, "emit", late)
+    monkeypatch.setattr(AgentClient, "close", ends)
+    assert resumes_from(ckpts) is None
+    assert ended.is_set() and not state.exists()
 
 
 @pytest.mark.usefixtures("told_apart")

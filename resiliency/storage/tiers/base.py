@@ -120,6 +120,7 @@ class Tier(Protocol):
         """
         ...
 
-    def delete(self, key: str) -> None:
-        """Removes one object; a missing object is no error."""
+    def delete(self, key: str, *, keep_folder: bool = False) -> None:
+        """Removes one object; a missing object is no error. Where folders are not made of keys alone, its folder goes
+        with it when that is empty now, unless ``keep_folder``."""
         ...

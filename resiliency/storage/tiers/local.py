@@ -302,8 +302,9 @@ class LocalTier:
         folder, _, start = prefix.rpartition("/")
         return self._walk(folder, start)
 
-    def delete(self, key: str) -> None:
-        """Removes one object, and its folder when that is empty now (never the root). A missing object is no error."""
+    def delete(self, key: str, *, keep_folder: bool = False) -> None:
+        """Removes one object, and unless ``keep_folder`` its folder when that is empty now (never the root). A missing
+        object is no error."""
         path = self.path(key)
         with self._errors("delete", key):
             try:
@@ -318,7 +319,7 @@ class LocalTier:
                     return
                 raise
             folder = os.path.dirname(path)
-            if folder != self.root:
+            if folder != self.root and not keep_folder:
                 try:
                     os.rmdir(folder)
                     folder = os.path.dirname(folder)

@@ -209,8 +209,8 @@ class ObjectStoreTier:
         top = len(self._base) + 1
         return iter([ObjectInfo(name[top:], int(size)) for name, size in found if name[top:].startswith(prefix)])
 
-    def delete(self, key: str) -> None:
-        """Removes one object; a missing object is no error."""
+    def delete(self, key: str, *, keep_folder: bool = False) -> None:
+        """Removes one object; a missing object is no error. There are no folders."""
         path = self._path(key)
         try:
             self._do("delete", key, lambda fs: fs.rm_file(path, **self._limit(fs)))
