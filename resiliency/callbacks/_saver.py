@@ -95,6 +95,8 @@ class CheckpointSaver:
         self._unnamed = False  # a save is requested that needs no name
         self._missed_saves = 0
         self._told_why = False
+        #: What was requested in on_train_batch_end waits for the end of the module's hook of that name.
+        self._later = False
         #: The engine could not be opened for the save that comes next.
         self._failed_just_now = False
         #: Another job uses the folder, so the stock class writes the checkpoints of this fit. On all ranks.
@@ -321,9 +323,15 @@ class CheckpointSaver:
         Collective: no, but the other ranks must have saved. Blocks: up to ``timeout`` for all paths together, until
         their saves are committed; with a separate local tier, until they are durable on ``dirpath``'s tier, if they are
         uploaded there. Does nothing in threads other than the training thread, because the engine does not serve them.
+
+        A save that waits for the end of the module's ``on_train_batch_end``, which reads the path, is made first; but
+        not with several ranks, because the others may not read it.
         """
         if threading.get_ident() != self._thread:
             return
+        paths = list(paths)
+        if self._later and self._trainer.world_size == 1 and not set(paths).isdisjoint(self._save_paths):
+            self._carry_out_later()
         deadline = time.monotonic() + timeout.total_seconds()
         for path in paths:
             ticket = self._tickets.get(self.name_of(path) or "")
@@ -376,9 +384,11 @@ class CheckpointSaver:
         finally:
             self._collecting = False
             if self._save_paths or self._removed_names or self._unnamed:
+                self._later = True
                 _lightning.after_batch_end_hooks(self._trainer, self._carry_out_later)
 
     def _carry_out_later(self) -> None:
+        self._later = False
         with self.collect(overlap=_lightning.next_is_another_batch(self._trainer)):
             pass
 
@@ -421,28 +431,25 @@ class CheckpointSaver:
             self._everywhere = False
         return self._tickets.get(self.name_of(path) or "")
 
-    def collect_from_trainer(self, path: str) -> None:
-        """Requests a save through a ``trainer.save_checkpoint`` that other code has replaced. Call
-        :meth:`save_collected` afterwards.
+    def save_by_trainer(self, path: str) -> None:
+        """Saves through a ``trainer.save_checkpoint`` that other code has replaced.
 
-        The replacement sees every path. When it does not call Lightning's method, nothing is saved.
+        The replacement sees every path, and may use the file once Lightning's method has returned. When it does not
+        call that method, nothing is saved.
 
-        Collective: yes, because Lightning's method has a barrier. Raises: what the replacement raises.
+        Collective: yes, because Lightning's method has a barrier. Blocks: for the copy and for the commit. Raises: what
+        the replacement raises.
         """
 
         def catch(checkpoint: dict[str, Any], filepath: Any) -> bool:
             if self.name_of(filepath) is None:
                 return False
             self._dumped = checkpoint
-            self._save_paths.append(str(filepath))
+            self.save_at_once(str(filepath), self._flush_timeout)
             return True
 
         with _lightning.catch_save(self._trainer, catch):
             self._trainer.save_checkpoint(path, self._callback.save_weights_only)
-
-    def save_collected(self) -> None:
-        """Saves what :meth:`collect_from_trainer` has requested; within :meth:`collect`, that does it at its end."""
-        self._carry_out_unless_collecting()
 
     def link(self, path: str, linkpath: str) -> None:
         """Makes ``linkpath`` another name of the step of ``path``.
@@ -487,6 +494,10 @@ class CheckpointSaver:
         if not paths and not removed and not unnamed:
             return
         names = list(dict.fromkeys(name for name in map(self.name_of, paths) if name is not None))
+        if self._trainer.is_global_zero:
+            for path in paths:
+                if "/../" in path and "://" not in path:
+                    os.makedirs(os.path.dirname(path), exist_ok=True)  # else that path leads nowhere
         if not self._open_for_save():
             self._postponed_removals += removed
             return

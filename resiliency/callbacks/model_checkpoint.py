@@ -407,15 +407,18 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             self._warn_of_stock_file(filepath)
             super()._save_checkpoint(trainer, filepath)
             return
-        wrapped = _lightning.save_is_wrapped(trainer)
-        if wrapped:
-            saver.collect_from_trainer(filepath)  # before the attributes below change, because it may raise
-        saver.before_request = saver.before_request or (self._last_global_step_saved, self._last_checkpoint_saved)
+        before = self._last_global_step_saved, self._last_checkpoint_saved
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
-        if wrapped:
-            saver.save_collected()
-        elif self._uses_files:
+        if _lightning.save_is_wrapped(trainer):
+            try:
+                saver.save_by_trainer(filepath)
+            except BaseException:
+                self._last_global_step_saved, self._last_checkpoint_saved = before
+                raise
+            return
+        saver.before_request = saver.before_request or before
+        if self._uses_files:
             saver.save_at_once(filepath, self._flush_timeout)
         else:
             saver.save(filepath)
@@ -447,7 +450,8 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
 
     def _link(self, trainer: Any, filepath: str, linkpath: str) -> None:
         saver = self._saver_of(linkpath)
-        if saver is None or (self._uses_files and os.path.isfile(filepath)):
+        uses_files = self._uses_files or _lightning.save_is_wrapped(trainer)
+        if saver is None or (uses_files and os.path.isfile(filepath)):
             super()._link_checkpoint(trainer, filepath, linkpath)
         else:
             saver.link(filepath, linkpath)

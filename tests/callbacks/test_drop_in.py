@@ -13,9 +13,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from resiliency.callbacks import goodput
 from resiliency.callbacks.model_checkpoint import build
+from resiliency.checkpoint.checkpointer import Checkpointer
 from tests.callbacks.harness import NAMESPACES, content, differences, loader, make_net, make_trainer, names, ours, stock
 
 PL = "lightning.pytorch"
@@ -152,6 +154,51 @@ def test_a_wrapped_save_checkpoint_is_called_as_by_the_stock_class(
         directory.rename(tmp_path / f"run-{len(results)}")
     assert results[0][0]
     assert differences(*results) == []
+
+
+@pytest.mark.parametrize("save_last", [None, True, "link"])
+def test_a_wrapper_may_use_the_file_when_lightnings_method_has_returned(save_last: Any, tmp_path: Path) -> None:
+    """It uploads the file, say."""
+    results = []
+    for make in (stock, ours):
+        directory, seen = tmp_path / "run", list[Any]()
+        arguments: dict[str, Any] = {
+            "monitor": "wave",
+            "save_top_k": 2,
+            "every_n_train_steps": 1,
+            "save_last": save_last,
+        }
+        callback = stock(PL)(directory, **arguments) if make is stock else ours(PL, directory, **arguments)
+        trainer = make_trainer(PL, [callback], root=tmp_path)
+        original = trainer.save_checkpoint
+
+        def save_checkpoint(path: Any, *further: Any, seen: list[Any] = seen, original: Any = original) -> None:
+            original(path, *further)
+            seen.append((Path(path).name, torch.load(path, weights_only=False)["global_step"]))
+
+        trainer.save_checkpoint = save_checkpoint
+        trainer.fit(make_net(PL), loader())
+        results.append((seen, {name: content(directory / name)["state_dict"] for name in sorted(names(directory))}))
+        directory.rename(tmp_path / f"run-{len(results)}")
+    assert len(results[0][0]) > 3
+    assert differences(*results) == []
+
+
+def test_a_save_by_a_wrapper_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    callback = ours(PL, tmp_path / "ckpts", every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    trainer = make_trainer(PL, [callback], root=tmp_path)
+    original, real, left = trainer.save_checkpoint, Checkpointer.save, [1]
+
+    def full(self: Checkpointer, *arguments: Any, **further: Any) -> Any:
+        if left and left.pop():
+            raise OSError(28, "No space left on device")
+        return real(self, *arguments, **further)
+
+    monkeypatch.setattr(Checkpointer, "save", full)
+    trainer.save_checkpoint = lambda *arguments: (original(*arguments), steps.append(callback._last_global_step_saved))
+    steps: list[int] = []
+    trainer.fit(make_net(PL), loader())
+    assert names(tmp_path / "ckpts") == {"step=8.ckpt", "step=12.ckpt"} and steps[0] == 0
 
 
 def test_a_save_checkpoint_that_saves_nothing_saves_nothing(tmp_path: Path) -> None:

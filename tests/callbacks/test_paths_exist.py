@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from resiliency import faultpoints
 from resiliency.callbacks._saver import CheckpointSaver
@@ -83,6 +84,37 @@ def test_what_is_read_is_what_the_stock_class_has_there(tmp_path: Path) -> None:
         results.append(found)
         directory.rename(tmp_path / f"run-{len(results)}")
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_a_path_is_there_when_the_module_reads_it_in_the_hook_of_its_save(save_last: Any, tmp_path: Path) -> None:
+    """Lightning calls the module's hook after those of callbacks."""
+    results = []
+    for make in (stock, ours):
+        found: list[tuple[str, int]] = []
+        directory, module = tmp_path / "run", make_net(PL)
+        arguments = BEST | {"save_last": save_last}
+        callback = stock(PL)(directory, **arguments) if make is stock else ours(PL, directory, **arguments)
+
+        def read(*_: Any, found: list[tuple[str, int]] = found, callback: Any = callback) -> None:
+            for path in (callback.best_model_path, callback.last_model_path, *callback.best_k_models):
+                if path:
+                    found.append((path, content(Path(path))["global_step"]))
+
+        module.on_train_batch_end = read
+        trainer = make_trainer(PL, [callback], root=tmp_path, max_steps=7)
+        trainer.fit(module, loader(), loader(batches=1))
+        results.append(found)
+        directory.rename(tmp_path / f"run-{len(results)}")
+    assert results[0] == results[1] and len(results[0]) > 10
+
+
+def test_a_path_through_a_folder_that_nothing_is_in_leads_there(tmp_path: Path) -> None:
+    callback = ours(PL, tmp_path, **BEST | {"filename": "a/b/../{step}"})
+    trainer = make_trainer(PL, [callback], root=tmp_path, max_steps=4)
+    trainer.fit(make_net(PL), loader())
+    assert "/b/../" in callback.best_model_path
+    assert torch.load(callback.best_model_path, weights_only=False)["global_step"] == 4
 
 
 def test_the_content_of_a_path_read_in_a_hook_is_that_of_its_step(tmp_path: Path) -> None:
@@ -180,6 +212,7 @@ def test_paths_that_do_not_come_are_waited_for_once_and_not_each_for_the_whole_t
     ticket = SimpleNamespace(failed=None, wait=wait)
     saver = SimpleNamespace(
         _thread=threading.get_ident(),
+        _later=False,
         _tickets=dict.fromkeys("abc", ticket),
         _is_there=lambda _: False,
         name_of=lambda path: path,
