@@ -18,7 +18,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import get_args
 
 from resiliency.agent._command import AGENT_WORD
@@ -52,6 +52,7 @@ from resiliency.agent.messages import (
 from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, pack
 from resiliency.errors import AgentError, DirectoryInUse, TierError
 from resiliency.events import EventKind, EventWriter, JsonlSink, NullSink
+from resiliency.launch.latch import Latch
 from resiliency.launch.leaving import close_when_left
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
@@ -108,6 +109,8 @@ class AgentClient:
         #: Entered in native code: Ctrl-C in Python's own ``Condition.__enter__`` leaves a lock that nobody releases.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        #: Set when there may be something to :meth:`poll`; only :meth:`wait_message` waits for it.
+        self._news = Latch()
         self._inbox: deque[Notice] = deque()
         self._take_file: Callable[[FileReady], None] | None = None
         self._woken = False
@@ -168,12 +171,24 @@ class AgentClient:
                     if isinstance(error, TimeoutError):
                         break  # another agent would be as slow
                     continue
-                self._thread = threading.Thread(target=self._receive, name="resiliency-agent-link", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._receive, name="resiliency-agent-link", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the limit of threads is reached
+                    self._hang_up()
+                    raise
+                self._thread = thread
                 return
             if closed == _MAX_LOSSES:
                 self._refuse_to_share()
         self._embed()
+
+    def _hang_up(self) -> None:
+        """Closes the connection, which no thread reads."""
+        with self._lock:
+            connection, self._socket = self._socket, None
+        if connection is not None:
+            connection.close()
 
     def _refuse_to_share(self) -> None:
         """Called when every Hello was closed without an answer. If an agent still listens, it serves another job.
@@ -476,24 +491,27 @@ class AgentClient:
             except OSError:
                 logger.debug("the link was down already", exc_info=True)
 
-    def poll(self) -> list[Notice]:
-        """Messages received since the last call, in order. Thread: training. Blocks: no."""
-        with self._lock:
-            messages = list(self._inbox)
-            self._inbox.clear()
-        return messages
+    def poll(self) -> Iterator[Notice]:
+        """Yields the messages received, in order. Each is forgotten when the next is asked for, so that one that Ctrl-C
+        keeps from being handled comes again. Thread: training. Blocks: no."""
+        while self._inbox:
+            yield self._inbox[0]
+            self._inbox.popleft()
 
     def wait_message(self, timeout_s: float) -> bool:
         """Blocks until :meth:`poll` would return something or :meth:`wake` is called; False when ``timeout_s`` passes
         first."""
         deadline = time.monotonic() + timeout_s
-        with self._lock:
-            while True:
-                left = max(0.0, deadline - time.monotonic())
-                heard = self._changed.wait_for(lambda: bool(self._inbox) or self._woken, min(left, _LOOK_S))
-                if heard or left <= _LOOK_S:
-                    self._woken = False
-                    return heard
+        while True:
+            self._news.clear()
+            left = max(0.0, deadline - time.monotonic())
+            heard = bool(self._inbox) or self._woken
+            if heard or left == 0:
+                self._woken = False
+                return heard
+            if self._news.wait(min(left, _LOOK_S)) or left <= _LOOK_S:
+                continue
+            with self._lock:
                 if self._socket is not None:
                     with Peer(self._socket) as agent:
                         if self._watch.too_long(agent):
@@ -502,9 +520,8 @@ class AgentClient:
     def wake(self) -> None:
         """Ends the current or next :meth:`wait_message`, for news that does not come from an agent. Thread: any.
         Blocks: no."""
-        with self._lock:
-            self._woken = True
-            self._changed.notify_all()
+        self._woken = True
+        self._news.set()
 
     def _deliver(self, message: Notice) -> None:
         with self._lock:
@@ -528,6 +545,7 @@ class AgentClient:
                 self._woken = True
             else:
                 self._inbox.append(message)
+            self._news.set()
             self._changed.notify_all()
 
     def give_files_to(self, take: Callable[[FileReady], None]) -> None:

@@ -27,7 +27,9 @@ from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
 from resiliency.errors import AgentError, DirectoryInUse, ResiliencyError, TierError, Timeout
 from resiliency.launch import heartbeat
+from resiliency.launch.interruption import raised_by_a_handler
 from resiliency.plugins import _lightning
+from resiliency.plugins.resume.rank_state import is_step_boundary
 from resiliency.plugins.strategies.base import StrategyAdapter
 from resiliency.spans import traced
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
@@ -137,15 +139,28 @@ class CheckpointSaver:
             return not self.left_to_stock
         try:
             self.engine = self.session.open(self.places, self._options_with_log()).engine
-        except (TierError, AgentError, OSError) as error:
-            if isinstance(error, Timeout):
-                raise  # without the missing rank no save can succeed
+        except Exception as error:
+            # Boundary: for example, no thread can be started, or sockets are forbidden, as pytest-socket does.
+            if isinstance(error, Timeout) or raised_by_a_handler(error):
+                raise  # without a missing rank no save can succeed
             _raise_if_no_folder(self.places.dirpath, error)
-            if isinstance(error, DirectoryInUse) and not self._must_resume:
+            if isinstance(error, DirectoryInUse):
+                to_stock = not self._must_resume
+            elif isinstance(error, TierError | OSError):
+                to_stock = False  # the stock class could not write either
+            elif isinstance(error, ResiliencyError) and not isinstance(error, AgentError):
+                raise  # the settings are wrong, or the checkpoints that are there
+            elif self._trainer.world_size == 1:
+                to_stock = True
+            elif isinstance(error, AgentError):
+                to_stock = False
+            else:
+                raise  # the ranks cannot agree any more
+            if to_stock:
                 self.left_to_stock = True
                 logger.warning(
-                    "%s. Lightning's own code saves the checkpoints of this fit (slower, not verified, not used by"
-                    " auto_resume)",
+                    "the checkpoint engine cannot be used: %s. Lightning's own code saves the checkpoints of this fit"
+                    " (slower, not verified, not used by auto_resume)",
                     error,
                 )
                 return False
@@ -389,7 +404,8 @@ class CheckpointSaver:
 
     def _carry_out_later(self) -> None:
         self._later = False
-        with self.collect(overlap=_lightning.next_is_another_batch(self._trainer)):
+        overlap = is_step_boundary(self._trainer) and _lightning.next_is_another_batch(self._trainer)
+        with self.collect(overlap=overlap):
             pass
 
     def save(self, path: str) -> None:
@@ -589,7 +605,9 @@ class CheckpointSaver:
                 everywhere=self._everywhere or _lightning.reached_its_end(trainer) or trainer.should_stop,
                 trace=trace,
             )
-        except OSError:
+        except OSError as error:
+            if raised_by_a_handler(error):
+                raise
             logger.warning(
                 "no checkpoint at step %d; training goes on, the next save tries again",
                 trainer.global_step,
@@ -597,6 +615,8 @@ class CheckpointSaver:
             )
             ticket = None
         except Exception as error:  # Boundary: a state may hold anything, and training outlives a save of it.
+            if raised_by_a_handler(error):
+                raise
             return self._write_as_stock(state, names, error)
         if ticket is None:
             self._not_saved(names)

@@ -52,6 +52,7 @@ class StockModelCheckpoint(StockCallback):
     save_weights_only: bool
     best_k_models: Any  # paths -> scores
     _last_global_step_saved: int
+    _train_time_interval: Any
     _last_checkpoint_saved: str
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

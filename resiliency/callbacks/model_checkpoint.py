@@ -527,8 +527,11 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             # The module's hook may change tensors that are still being copied. While gradients accumulate, no optimizer
             # step has fenced that copy.
             self._fence()
-        if not is_step_boundary(trainer):
-            return  # no checkpoint within an optimizer step; the stock class checks its triggers again at its end
+        boundary = is_step_boundary(trainer)
+        if not boundary and (self.monitor is None or self._train_time_interval is not None):
+            # Not within an optimizer step. At its end the stock class checks its triggers again; only a monitored
+            # metric may have another value by then.
+            return
         if _saves_kept_weights(pl_module):
             # The stock class puts other weights into the module during its hook, so each save must copy inside it.
             with self._own_hook():
@@ -537,11 +540,14 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         if module_follows:
             # The module's hook runs after this hook, and what it changes belongs to this step.
             with self._saver.collect_for_later():
-                self._save_if_wanted(trainer, self._saver)
+                if boundary:
+                    self._save_if_wanted(trainer, self._saver)
                 super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
             return
-        with self._collect(overlap=_lightning.next_is_another_batch(trainer)):
-            self._save_if_wanted(trainer, self._saver)
+        # The next batch would add to half accumulated gradients while they are copied.
+        with self._collect(overlap=boundary and _lightning.next_is_another_batch(trainer)):
+            if boundary:
+                self._save_if_wanted(trainer, self._saver)
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._lazy:
             self._saver.session.batch_ended()

@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from resiliency.agent._worker import Worker
-from resiliency.errors import TierError
+from resiliency.errors import AgentError, TierError
 from resiliency.regular_file import open_regular
 from resiliency.storage.file_end import hold, lengthen
 from resiliency.storage.shared_files import move_without_replacing
@@ -169,7 +169,7 @@ class Arena:
             self._prepared.append(file)
             if len(self._prepared) > _MOST_PREPARED:
                 self._prepared.popleft().drop()
-            with suppress(OSError):  # another rank has taken the file
+            with suppress(OSError, AgentError):  # another rank has taken the file; no thread can be started
                 device = os.stat(path).st_dev
                 to_disk_anyway = is_new and not self._is_writes_only(device, path)
                 if self._writers and (to_disk_anyway or self._is_in_memory(device, path)):

@@ -177,9 +177,16 @@ class Checkpointer:
             environment=self._environment,
             sinks=self._sinks,
         )
-        arena = Arena(part=session.host_part.index, writers=session.host_part.writers)
-        session.client.give_files_to(lambda file: arena.offer(file.path, file.inode, file.nbytes, is_new=file.is_new))
-        copier = Copier(threads=self.options.copy_threads)
+        try:
+            arena = Arena(part=session.host_part.index, writers=session.host_part.writers)
+            session.client.give_files_to(
+                lambda file: arena.offer(file.path, file.inode, file.nbytes, is_new=file.is_new)
+            )
+            copier = Copier(threads=self.options.copy_threads)
+        except BaseException:  # no thread can be started: the agent must not wait for this rank
+            session.client.close(timeout_s=2.0)
+            session.events.close()
+            raise
         saves = SaveTracker(session=session, coordinator=coordinator)
         self._opened = _Parts(
             session=session,
@@ -440,6 +447,15 @@ class Checkpointer:
             faultpoints.hit("save.fill", rank=self.rank)
             if lazy is False:
                 self.fence()
+            parts.schedule.count_save()
+            ticket.stall_s = time.monotonic() - began
+            session.events.emit(
+                EventKind.CHECKPOINT_STARTED,
+                step=step,
+                stall_s=round(ticket.stall_s, 6),
+                bytes=ticket.nbytes,
+                lazy_bytes=lazy_bytes,
+            )
         except BaseException:
             # The caller gets the error; the next save must not wait for this one.
             begun = saves.in_flight
@@ -450,15 +466,6 @@ class Checkpointer:
             elif snapshot is None or snapshot.failure is not None:
                 saves.fail(begun, "the save was interrupted by an error")
             raise
-        parts.schedule.count_save()
-        ticket.stall_s = time.monotonic() - began
-        session.events.emit(
-            EventKind.CHECKPOINT_STARTED,
-            step=step,
-            stall_s=round(ticket.stall_s, 6),
-            bytes=ticket.nbytes,
-            lazy_bytes=lazy_bytes,
-        )
         return ticket
 
     def _wait_for_previous(self, parts: _Parts, save: StepId) -> bool:
@@ -507,14 +514,13 @@ class Checkpointer:
         in_flight = parts.saves.in_flight if parts is not None else None
         if parts is None or in_flight is None or in_flight.snapshot is None:
             return 0.0
-        snapshot, in_flight.snapshot = in_flight.snapshot, None
-        with traced(in_flight.trace, "wait at the fence"):
-            try:
+        snapshot = in_flight.snapshot
+        try:
+            with traced(in_flight.trace, "wait at the fence"):
                 waited = parts.copier.fence(snapshot, deadline_s=self.options.fence_timeout.total_seconds())
-            except BaseException:
-                if not snapshot.decided:
-                    in_flight.snapshot = snapshot  # Ctrl-C while it waited: the next fence waits for the rest
-                raise
+        finally:
+            if snapshot.decided:  # else Ctrl-C came first, and the next fence waits for the rest
+                in_flight.snapshot = None
         if snapshot.slot is not None:
             parts.arena.learn(snapshot.slot)
         if snapshot.failure is not None:

@@ -35,6 +35,7 @@ class Comparison:
         # One for each block that was begun, held while it is read. The training thread may be interrupted (Ctrl-C) at
         # any moment; a lock, unlike a condition, is entered and left in C, so none stays held then.
         self._begun: list[threading.Lock] = []
+        self._taking = threading.Lock()
         self._changed: set[int] = set()
         self._stopped = False
 
@@ -45,15 +46,20 @@ class Comparison:
             self._begun.append(reading)  # before the block is taken, so that others wait for it
             if self._stopped:
                 return False
+            index: int | None = None
+            done = False
             try:
-                index = self._left.pop()
-            except IndexError:
-                return False
-            try:
+                with self._taking:
+                    if self._left:  # without calls, because Python runs the handlers of signals after a call
+                        index = self._left[-1]
+                        del self._left[-1]
+                if index is None:
+                    return False
                 self._changed |= self._changed_in(index)
-            except BaseException:
-                self._left.append(index)  # for another thread
-                raise
+                done = True
+            finally:
+                if index is not None and not done:
+                    self._left.append(index)  # for another thread
         return True
 
     def _changed_in(self, index: int) -> set[int]:

@@ -11,6 +11,7 @@ from resiliency.checkpoint import _freed_memory
 from resiliency.checkpoint._cuda import DeviceCopies
 from resiliency.checkpoint.snapshot import HELPER_S, Job, Snapshot
 from resiliency.errors import Timeout
+from resiliency.launch.latch import Latch
 from resiliency.launch.leaving import close_when_left
 from resiliency.spans import traced
 
@@ -40,6 +41,9 @@ class Copier:
         self._lock = threading.RLock()  # entered in native code, see resiliency.agent.client
         self._wake = threading.Condition(self._lock)
         self._current: Snapshot | None = None
+        #: Set while there is no current snapshot.
+        self._idle = Latch()
+        self._idle.set()
         #: The current snapshot, once its file is open and its sources can be read.
         self._ready: Snapshot | None = None
         self._started = 0
@@ -52,28 +56,40 @@ class Copier:
         for thread in (self._thread, *self._helpers):
             thread.start()
 
-    def start(self, job: Job, on_done: Callable[[Snapshot], None]) -> Snapshot:
+    def start(
+        self,
+        job: Job,
+        on_done: Callable[[Snapshot], None],
+        *,
+        hold: Callable[[Snapshot | None], None] = lambda snapshot: None,
+    ) -> Snapshot:
         """Queues copies and returns. Collective: no. Blocks: up to HELPER_S until the previous snapshot is done.
 
         Args:
             job: the copies; their sources must not change before :meth:`fence` has returned.
             on_done: called once, with the snapshot, on the copy thread, after the last byte or an error.
+            hold: called with the snapshot before it is queued, and with None if it is not: Ctrl-C may keep this method
+                from returning what must be fenced.
 
         Raises:
             Timeout: the previous snapshot was not done in time.
         """
+        # The previous save may be recorded before the copy thread has returned from reporting it.
+        if not self._idle.wait(HELPER_S):
+            raise Timeout(f"the previous snapshot was not done within {HELPER_S:.0f} s")
         with self._lock:
-            # The previous save may be recorded before the copy thread has returned from reporting it.
-            if not self._wake.wait_for(lambda: self._current is None, HELPER_S):
-                raise Timeout(f"the previous snapshot was not done within {HELPER_S:.0f} s")
             snapshot = Snapshot(job, on_done, DeviceCopies(job.device_copies) if job.device_copies else None)
             try:
                 if snapshot.reads_live_memory:
                     _freed_memory.guard(snapshot)
+                hold(snapshot)
+                self._idle.clear()
                 # In this order, because Ctrl-C may come in between: the copy thread looks once the lock is released.
                 self._wake.notify_all()
                 self._current = snapshot
             except BaseException:
+                hold(None)
+                self._idle.set()
                 _freed_memory.release(snapshot)
                 raise
         return snapshot
@@ -132,8 +148,7 @@ class Copier:
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Blocks until no snapshot is being copied; False when ``timeout_s`` passes first."""
-        with self._lock:
-            return self._wake.wait_for(lambda: self._current is None, timeout_s)
+        return self._idle.wait(timeout_s)
 
     def _run(self) -> None:
         while True:
@@ -154,7 +169,7 @@ class Copier:
             snapshot.finish()
             with self._lock:
                 self._current = self._ready = None
-                self._wake.notify_all()
+                self._idle.set()
                 self._wake.wait_for(lambda: self._closed or self._current is not None, _CLOSE_AFTER_S)
             snapshot.close()
             del snapshot

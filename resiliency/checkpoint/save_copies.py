@@ -77,11 +77,14 @@ class SaveCopies:
         def done(snapshot: Snapshot) -> None:
             self._done(save, snapshot)
 
+        def hold(snapshot: Snapshot | None) -> None:
+            in_flight.snapshot = snapshot
+
         faultpoints.hit("save.eager", rank=self._rank)
         file = plan.file
         if file is None:
             nothing = Job(copies=(), blocks=Blocks(0, BLOCK_BYTES), mine=(), trace=in_flight.trace)
-            in_flight.snapshot = self._copier.start(nothing, done)
+            self._copier.start(nothing, done, hold=hold)
             return 0
         path = self._path(seal.id, save.shard)
 
@@ -107,7 +110,7 @@ class SaveCopies:
         )
         if in_flight.trace is not None:
             job = dataclasses.replace(job, trace=in_flight.trace)
-        in_flight.snapshot = self._copier.start(job, done)
+        self._copier.start(job, done, hold=hold)
         return lazy_bytes
 
     def _done(self, save: _Save, snapshot: Snapshot) -> None:

@@ -305,7 +305,7 @@ class SaveTracker:
         self._land(step)
         if step in self._tickets:
             self._tickets[step].mark_reached(Stage.RECORDED)
-        if self._counted:
+        if self._counted and step not in self._uncounted:  # else Ctrl-C came, and the message a second time
             self._uncounted.add(step)
             self._count(step, 1)
         ticket = self._tickets.get(step)

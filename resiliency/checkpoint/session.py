@@ -24,6 +24,7 @@ from resiliency.errors import DirectoryInUse, TierError, UnsupportedFormat
 from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
 from resiliency.launch.job_log import tell_launcher
 from resiliency.launch.leaving import close_when_left
+from resiliency.launch.standard_streams import occupy_standard_streams
 from resiliency.regular_file import open_regular
 from resiliency.settings import Environment
 from resiliency.storage.attempts import largest_of_steps, read_attempt
@@ -159,6 +160,7 @@ def open_session(
         UnsupportedFormat: the directory or a remote tier holds steps that another version of the format wrote.
         TierError: the local directory cannot be made or read.
     """
+    occupy_standard_streams()
     rank, world_size = coordinator.rank, coordinator.world_size
     meta = ""
     if local.only_files and not remotes:

@@ -37,7 +37,6 @@ import os
 import queue
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -49,13 +48,14 @@ from torch.storage import UntypedStorage
 from resiliency import faultpoints
 from resiliency.checkpoint import _freed_memory
 from resiliency.checkpoint._cuda import DeviceCopies
-from resiliency.checkpoint._latch import Latch
 from resiliency.checkpoint._pages import has_small_pages, page_faults, view
 from resiliency.checkpoint._quiet import Question, can_ask
 from resiliency.checkpoint.arena import Slot
 from resiliency.checkpoint.comparison import Comparison
 from resiliency.checkpoint.copy_sources import ChangeWatch, CopyTask, Sources
 from resiliency.errors import Timeout, TornSnapshot
+from resiliency.launch.interruption import raised_by_a_handler
+from resiliency.launch.latch import Latch
 from resiliency.spans import Recorder, traced
 from resiliency.storage.blocks import Blocks, new_digest
 
@@ -375,7 +375,7 @@ class Snapshot:
             stored, faults = self._copy_block(self.job.mine[number], by_writes=not helping and number > 0)
             done = True
         except BaseException as failure:  # Boundary: the copy thread must go on; the training thread reports the error.
-            if number is None or _is_of_a_signal(failure):
+            if number is None or raised_by_a_handler(failure):
                 raise
             logger.exception("copying block %d of a shard file failed", self.job.mine[number])
             error = failure
@@ -416,9 +416,9 @@ class Snapshot:
             " lazily"
         )
 
-    def _compare(self) -> TornSnapshot | Timeout | None:
-        """The error for tensors whose values differ from the copied bytes although torch has counted no change; None:
-        none.
+    def _compare(self) -> Exception | None:
+        """The error for tensors whose values differ from the copied bytes although torch has counted no change, or of
+        the comparison itself; None: none.
 
         Thread: copy, once the training thread has agreed. Blocks: while it reads the tensors; until the fence, if any
             differ.
@@ -428,8 +428,8 @@ class Snapshot:
             return None
         try:
             changed = comparison.changed()
-        except Timeout as hangs:
-            return hangs
+        except Exception as failure:  # Boundary: the copy thread must survive; the save fails.
+            return failure
         if changed and watch.changed(self._quiet_counts(watch)):
             return None  # torch counts a change, so it came after the copy, which was agreed to
         return self._torn(changed, how=" in a way that torch does not count (.data, a kernel of your own)")
@@ -440,8 +440,13 @@ class Snapshot:
         if not self.job.compare:
             return
         comparison = self._comparison
-        while comparison is not None and self.failure is None and comparison.work():
-            continue
+        try:
+            while comparison is not None and self.failure is None and comparison.work():
+                continue
+        except Exception as failure:  # Boundary: the copy thread meets it, too, and fails the save.
+            if raised_by_a_handler(failure):
+                raise
+            logger.debug("the training thread cannot compare a copy", exc_info=True)
         self.compared.wait(HELPER_S)  # a change after the fence must not count as one during the copy
 
     def _stop_comparison(self) -> None:
@@ -492,17 +497,6 @@ class Snapshot:
                 self.slot.small_pages = has_small_pages(self._faults, self._stored)
             self.copied.set()
             self._stirred.put(None)
-
-
-def _is_of_a_signal(error: BaseException) -> bool:
-    """True when a signal's handler raised this error, as Ctrl-C does: it came between two instructions of the main
-    thread, and says nothing about the copy. An error of the copy comes from a frame of this package."""
-    if threading.current_thread() is not threading.main_thread():
-        return False
-    if not isinstance(error, Exception):
-        return True
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return not frame.f_globals.get("__name__", "").startswith("resiliency.")
 
 
 def _copy(pieces: Iterable[tuple[int, int, int]], base: int, fd: int | None, digest: Any) -> tuple[int, int]:

@@ -29,6 +29,7 @@ from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.errors import ResiliencyError, UnsupportedFormat
 from resiliency.inspection.by_path import locate_and_load
+from resiliency.launch.interruption import raised_by_a_handler
 from resiliency.plugins._io_engines import EngineUse, FolderEngine
 from resiliency.plugins._lightning import in_a_run, torch_save_is_replaced, weights_only_of
 from resiliency.plugins.namespaces import AdapterClass
@@ -135,7 +136,9 @@ class TieredIO:
         with self._lock:
             try:
                 self._save(directory, name, checkpoint)
-            except ResiliencyError as error:
+            except Exception as error:  # Boundary: for example, no thread can be started; torch.save does it, or raises
+                if raised_by_a_handler(error):
+                    raise
                 logger.warning("%s is written by torch.save, because the engine cannot: %s", path, error)
                 try:
                     _stock(self).save_checkpoint(checkpoint, path)
@@ -148,7 +151,7 @@ class TieredIO:
                     self._failed[directory] = str(path)
                     return
             finally:
-                of_trainer = "pytorch-lightning_version" in checkpoint
+                of_trainer = isinstance(checkpoint, Mapping) and "pytorch-lightning_version" in checkpoint
                 if self._is_last() or (of_trainer and not in_a_run()):
                     self._engines.release_one(directory, self._run, self._flush_timeout)
             self._failed.pop(directory, None)

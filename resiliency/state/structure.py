@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from torch.storage import TypedStorage, UntypedStorage
 
 from resiliency.errors import ConfigError
+from resiliency.launch.interruption import raised_by_a_handler
 from resiliency.state.describe import MEMO_BYTES, MEMO_FROM, STORAGE_CLASSES, Table, describe_all
 from resiliency.storage.shard_file import LEAF_PREFIX
 
@@ -188,6 +189,8 @@ def dump(tree: Any, *, is_leaf: Callable[[type], bool] | None = None) -> Structu
     except ConfigError:
         raise
     except Exception as error:  # Boundary: __reduce__ of a user's class may raise anything.
+        if raised_by_a_handler(error):
+            raise
         path, culprit, reason = _culprit(tree, is_leaf, error)
         raise ConfigError(
             f"the object at {path or 'the root'} is a {type(culprit).__module__}.{type(culprit).__qualname__}, which"

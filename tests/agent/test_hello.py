@@ -106,10 +106,10 @@ def test_what_comes_with_welcome_is_received(config: AgentConfig, listener: sock
     client.open()
     try:
         assert client.wait_message(10)
-        assert client.poll() == [committed]
+        assert list(client.poll()) == [committed]
         half_read.set()
         assert client.wait_message(10)
-        assert client.poll() == [durable]
+        assert list(client.poll()) == [durable]
         assert not client._losses
     finally:
         client.close()

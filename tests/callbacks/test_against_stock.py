@@ -104,6 +104,16 @@ CASES: dict[str, Case] = {
         {"accumulate_grad_batches": 4},
         {},
     ),
+    "accumulate_best": (
+        [{"monitor": "wave", "every_n_train_steps": 1, "save_top_k": 2}],
+        {"accumulate_grad_batches": 2, "max_epochs": 3},
+        {},
+    ),
+    "accumulate_best_last": (
+        [{"monitor": "wave", "mode": "max", "every_n_train_steps": 1, "save_top_k": 1, "save_last": True}],
+        {"accumulate_grad_batches": 4, "max_epochs": 3},
+        {},
+    ),
     "max_steps": ([{"every_n_train_steps": 2, "save_last": True}], {"max_steps": 7, "max_epochs": -1}, {}),
     "two_dirs": ([{"every_n_train_steps": 2}, {"dirpath": "other", "monitor": "wave", "save_top_k": 2}], {}, {}),
     "two_in_one": (

@@ -8,6 +8,8 @@ import json
 import logging
 import os
 import signal
+import socket
+import sys
 import threading
 import time
 import weakref
@@ -27,7 +29,8 @@ from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.storage.meta_folder import meta_folder
 from resiliency.storage.stage import Stage
-from tests.callbacks.harness import content, loader, make_net, make_trainer, names, ours, steps
+from tests.agent_forks import VARIABLE
+from tests.callbacks.harness import content, loader, make_net, make_trainer, names, ours, steps, stock
 
 PL = "lightning.pytorch"
 EVERY: dict[str, Any] = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}"}
@@ -134,24 +137,97 @@ def test_saves_begin_once_the_directory_can_be_made(
     }  # tried at saves 1, 2, 3, 5
 
 
-def test_training_goes_on_where_no_further_thread_can_be_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def _no_thread(self: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def _no_agent_thread(self: threading.Thread, start: Any = threading.Thread.start) -> None:
+    if self.name.startswith("resiliency-agent-"):
+        raise RuntimeError("can't start new thread")
+    start(self)
+
+
+def _no_copy_thread(self: threading.Thread, start: Any = threading.Thread.start) -> None:
+    if self.name == "resiliency-copy":
+        raise RuntimeError("can't start new thread")
+    start(self)
+
+
+class _NoSocket(socket.socket):
+    """As pytest-socket puts it in place of sockets."""
+
+    def __new__(cls, *arguments: Any, **further: Any) -> Any:
+        raise RuntimeError("can't use sockets")
+
+
+@pytest.mark.parametrize("agent", ["embedded", "process"])
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "said"),
+    [
+        (threading.Thread, "start", _no_agent_thread, "can't start new thread"),
+        (threading.Thread, "start", _no_copy_thread, "can't start new thread"),
+        (threading.Thread, "start", _no_thread, "can't start new thread"),
+        (socket, "socket", _NoSocket, "can't use sockets"),
+        (sys, "executable", None, ""),
+    ],
+    ids=["agent's threads", "copy thread", "threads", "sockets", "interpreter"],
+)
+def test_where_the_engine_cannot_start_the_stock_class_saves(
+    agent: Any,
+    owner: Any,
+    name: str,
+    value: Any,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    start = threading.Thread.start
+    monkeypatch.delenv(VARIABLE, raising=False)  # the tests' own way to start agents
+    made = []
+    for make in (stock, ours):
+        directory = tmp_path / make.__name__
+        if make is stock:
+            callback: Any = stock(PL)(directory, **EVERY)
+        else:
+            callback = ours(PL, directory, options=CheckpointerOptions(agent=agent), **EVERY)
+        trainer = make_trainer(PL, [callback], root=tmp_path)
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, value)
+            trainer.fit(make_net(PL), loader())
+        assert trainer.global_step == 12
+        made.append({path: torch.load(directory / path)["global_step"] for path in names(directory)})
+    assert made[0] == made[1] and len(made[0]) == 6
+    warned = [text for text in warnings_of_ours(caplog) if "Lightning's own code saves" in text]
+    runs = agent == "embedded" and value is None
+    assert len(warned) == (0 if runs else 1) and all(said in text for text in warned)
+    if value is _no_agent_thread and agent == "embedded":
+        assert "pids.max" in warned[0]
 
-    def limited(self: threading.Thread) -> None:
-        if self.name.startswith("resiliency-agent-"):
-            raise RuntimeError("can't start new thread")
-        start(self)
 
-    made = At(5, lambda: monkeypatch.setattr(threading.Thread, "start", start))
-    monkeypatch.setattr(threading.Thread, "start", limited)
-    train = make_trainer(PL, [made, ours(PL, tmp_path, **EVERY)], root=tmp_path)
-    train.fit(make_net(PL), loader())
-    assert train.global_step == 12
-    (said,) = [text for text in caplog.messages if "no checkpoints are written" in text]
-    assert "can't start new thread" in said and "pids.max" in said
-    assert "step=12.ckpt" in names(tmp_path)
+@pytest.mark.parametrize("error", [TimeoutError, RuntimeError, KeyError])
+def test_what_a_signals_handler_raises_in_a_save_ends_the_fit(
+    error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with the stock class; it is no error of the save."""
+
+    def handler(*_: Any) -> None:
+        raise error("of the handler")
+
+    real = Checkpointer.save
+
+    def save(*arguments: Any, **further: Any) -> Any:
+        signal.raise_signal(signal.SIGALRM)
+        return real(*arguments, **further)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        monkeypatch.setattr(Checkpointer, "save", save)
+        trainer = make_trainer(PL, [ours(PL, tmp_path, **EVERY)], root=tmp_path)
+        with pytest.raises(error, match="of the handler"):
+            trainer.fit(make_net(PL), loader())
+        assert trainer.global_step == 2
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_directory_that_can_be_read_but_not_written_is_still_resumed_from(

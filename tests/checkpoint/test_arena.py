@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -76,6 +77,17 @@ def test_a_prepared_file_that_is_gone_is_passed_over(tmp_path: Path, slots: list
     (tmp_path / "gone").unlink()
     assert arena.prepared == 1
     slots.append(arena.open(str(tmp_path / "s" / "shard"), PAGE))
+    assert slots[0].inode == inode
+
+
+def test_a_file_is_taken_although_no_thread_can_map_it_in_advance(
+    ramdisk: Path, slots: list[Slot], arenas: list[Arena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link to the agent, which offers it, must not break."""
+    monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+    arenas.append(arena := Arena())
+    inode = offer(arena, prepared(ramdisk, PAGE))
+    slots.append(arena.open(str(ramdisk / "s" / "shard"), PAGE))
     assert slots[0].inode == inode
 
 

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,13 +19,15 @@ import torch
 from resiliency.checkpoint import _freed_memory
 from resiliency.checkpoint import checkpointer as checkpointer_module
 from resiliency.checkpoint import snapshot as snapshot_module
+from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.copier import Copier
 from resiliency.checkpoint.copy_sources import CopyTask
-from resiliency.checkpoint.options import CheckpointerOptions, RemoteTierOptions
+from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
 from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.snapshot import Job, Snapshot
+from resiliency.spans import traced
 from resiliency.storage.blocks import Blocks
-from resiliency.testing.checkpoints import make_checkpointer
+from resiliency.testing.checkpoints import make_checkpointer, run_ranks
 
 SOON = timedelta(seconds=20)
 
@@ -179,3 +182,164 @@ def test_the_training_thread_enters_no_lock_in_python_code(agent: Any, lazy: boo
         finally:
             sys.setprofile(None)
     assert saved == [True, True] and not entered, "\n".join(entered)
+
+
+class Interruption:
+    """A profiler that raises at the n-th moment at which Python may run a signal's handler: the begin and the end of a
+    function, and the end of one in C. Of those in this package and in ``threading``, on this thread."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.where = ""
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if self.where or event == "c_call" or code.co_name == "<genexpr>":  # of which Python drops what close() raises
+            return
+        if "/resiliency/" not in code.co_filename and code.co_filename != threading.__file__:
+            return
+        self.number -= 1
+        if self.number == 0:
+            self.where = f"{event}\n" + "".join(traceback.format_stack(frame, 4))
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("lazy", "agent", "stride"), [(True, "embedded", 1), (False, "embedded", 2), (True, "process", 4)], ids=str
+)
+def test_ctrl_c_at_any_moment_is_raised_and_harms_no_checkpoint(
+    lazy: bool, agent: Any, stride: int, tmp_path: Path
+) -> None:
+    """The program goes on with a fence, changes what torch does not count, and saves again."""
+    local = LocalTierOptions(directory=str(tmp_path), keep=2)
+    number, step, tried = 1, 0, 0
+    with make_checkpointer(local, options=CheckpointerOptions(agent=agent)) as checkpointer:
+        checkpointer.save(step, {"w": torch.zeros(4000)})
+        assert checkpointer.flush(timeout=SOON)
+        while True:
+            step, interruption, raised = step + 1, Interruption(number), False
+            weights, name = torch.full((4000,), float(step)), f"{step}.ckpt"
+            try:
+                sys.setprofile(interruption)
+                ticket = checkpointer.save(step, {"w": weights}, lazy=lazy, names=[name])
+                checkpointer.fence()
+                assert ticket is not None
+                ticket.wait(timeout=SOON)
+                checkpointer.poll()
+            except KeyboardInterrupt:
+                raised = True
+            finally:
+                sys.setprofile(None)
+            if not interruption.where:
+                break
+            assert raised, interruption.where
+            checkpointer.fence()
+            weights.numpy()[:] = -1
+            again = checkpointer.save(step + 1, {"w": torch.full((4000,), step + 1.0)}, names=["next.ckpt"])
+            assert again is not None, interruption.where
+            again.wait(timeout=SOON)
+            assert torch.load(tmp_path / "next.ckpt")["w"].eq(step + 1).all(), interruption.where
+            if (tmp_path / name).exists():
+                assert torch.load(tmp_path / name)["w"].eq(step).all(), interruption.where
+                checkpointer.delete(name)
+            checkpointer.poll()
+            number, step, tried = number + stride, step + 1, tried + 1
+    assert tried > 300 / stride
+
+
+@pytest.mark.parametrize("where", ["the fence begins", "the copy is queued"])
+def test_ctrl_c_before_the_fence_leaves_the_copy_to_the_next_fence(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the program changes tensors that are being copied, and wrong bytes are committed."""
+    go_on, real = threading.Event(), snapshot_module._copy
+
+    def begins(recorder: Any, name: str) -> Any:
+        if name == "wait at the fence" and not go_on.is_set():
+            raise KeyboardInterrupt
+        return traced(recorder, name)
+
+    class Left:
+        """A lock in whose exit the signal comes."""
+
+        def __init__(self, lock: Any) -> None:
+            self.lock = lock
+
+        def __enter__(self) -> None:
+            self.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+            if threading.current_thread() is threading.main_thread():
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(snapshot_module, "_copy", lambda *args: (go_on.wait(30), real(*args))[1])
+    with make_checkpointer(tmp_path) as checkpointer:
+        copier = checkpointer._parts().copier
+        state, wanted = {"w": torch.ones(600_000)}, torch.ones(600_000)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            if where == "the fence begins":
+                patched.setattr(checkpointer_module, "traced", begins)
+            else:
+                patched.setattr(copier, "_lock", Left(copier._lock))
+                threading.Timer(0.2, go_on.set).start()  # save() fences before it raises
+            checkpointer.save(1, state, lazy=where != "the fence begins")
+            checkpointer.fence()
+        assert checkpointer.pending is (where == "the fence begins")
+        go_on.set()
+        checkpointer.fence()
+        state["w"].numpy()[:] = 7
+        assert checkpointer.flush(timeout=SOON)
+        restored = checkpointer.load()
+        assert restored is not None and torch.equal(restored.state["w"], wanted)
+        assert [outcome.reason for outcome in checkpointer.poll() if outcome.failed] == []
+
+
+def test_a_message_that_ctrl_c_keeps_from_being_handled_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_checkpointer(tmp_path) as checkpointer:
+        saves = checkpointer._parts().saves
+        first = checkpointer.save(1, {"w": torch.ones(10)})
+        assert first is not None and checkpointer._parts().session.client.wait_message(20)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(saves, "_process", mock.Mock(side_effect=KeyboardInterrupt))
+            checkpointer.poll()
+        first.wait(timeout=SOON)
+        second = checkpointer.save(2, {"w": torch.ones(10)})
+        assert second is not None
+        second.wait(timeout=SOON)
+
+
+def test_a_part_is_counted_once_when_ctrl_c_makes_its_message_come_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a step would be taken for whole that is not."""
+    starting, counted = threading.Lock(), []
+
+    def work(rank: int, coordinator: Coordinator) -> None:
+        with starting:
+            monkeypatch.setenv("RESILIENCY_NODE", f"host{rank}")
+            checkpointer = make_checkpointer(tmp_path / f"local{rank}", coordinator)
+        with checkpointer:
+            saves = checkpointer._parts().saves
+            real, interrupted = saves._count, []
+
+            def count(step: Any, amount: int) -> Any:
+                found = real(step, amount)
+                if amount == 1 and not interrupted:
+                    interrupted.append(step)
+                    raise KeyboardInterrupt
+                return found
+
+            monkeypatch.setattr(saves, "_count", count)
+            ticket = checkpointer.save(1, {"w": torch.ones(10)})
+            assert ticket is not None
+            with pytest.raises(KeyboardInterrupt):
+                ticket.wait(timeout=SOON)
+            ticket.wait(timeout=SOON)
+            counted.append(coordinator.count(f"recorded/{interrupted[0].dirname}", 0))
+
+    run_ranks(2, work, timeout_s=60)
+    assert counted == [2, 2]

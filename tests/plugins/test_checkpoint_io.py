@@ -11,6 +11,7 @@ import logging
 import os
 import pickle
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -147,6 +148,30 @@ def files(folder: Path) -> list[str]:
 
 def checkpoint(step: int, value: float = 0.0) -> dict[str, Any]:
     return {"global_step": step, "state_dict": {"w": torch.full((300, 300), value)}}
+
+
+@pytest.mark.parametrize("what", [torch.ones(3), None, 7, [1, 2]], ids=str)
+def test_what_is_no_mapping_is_saved_too(what: Any, io: Any, tmp_path: Path) -> None:
+    io.save_checkpoint(what, tmp_path / "a.ckpt")
+    found = torch.load(tmp_path / "a.ckpt")
+    assert torch.equal(found, what) if isinstance(what, torch.Tensor) else found == what
+
+
+@pytest.mark.parametrize("forbidden", ["sockets", "threads"])
+def test_torch_saves_where_the_engine_cannot_start(
+    forbidden: str, io: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("not here")
+
+    with monkeypatch.context() as patched:
+        owner = (socket, "socket") if forbidden == "sockets" else (threading.Thread, "start")
+        patched.setattr(*owner, refuses)
+        io.save_checkpoint(checkpoint(1), tmp_path / "a.ckpt")
+        assert torch.load(tmp_path / "a.ckpt")["global_step"] == 1
+    assert "not here" in caplog.text
+    io.save_checkpoint(checkpoint(2), tmp_path / "b.ckpt")
+    assert torch.load(tmp_path / "b.ckpt")["global_step"] == 2 and locate(str(tmp_path / "b.ckpt")) is not None
 
 
 # ---- under a trainer

@@ -8,6 +8,7 @@ import enum
 import io
 import pickle
 import re
+import signal
 import threading
 import time
 from collections import OrderedDict, defaultdict
@@ -754,3 +755,20 @@ def test_many_python_objects_take_about_as_long_as_to_pickle_them(make: Callable
 
     ours, bare = fastest(lambda: dump(state)), fastest(lambda: pickle.dumps(objects, 2))
     assert ours < 6 * bare, f"{ours:.3f} s, pickle takes {bare:.3f} s"
+
+
+def test_what_a_signals_handler_raises_is_no_error_of_the_state() -> None:
+    def handler(*_: Any) -> None:
+        raise TimeoutError("of the handler")
+
+    class Slow:
+        def __reduce__(self) -> Any:
+            signal.raise_signal(signal.SIGALRM)
+            return list, ()
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(TimeoutError, match="of the handler"):
+            dump({"a": Slow()})
+    finally:
+        signal.signal(signal.SIGALRM, before)
