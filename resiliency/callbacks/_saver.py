@@ -162,6 +162,7 @@ class CheckpointSaver:
                     "the checkpoint engine cannot be used: %s. Lightning's own code saves the checkpoints of this fit"
                     " (slower, not verified, not used by auto_resume)",
                     error,
+                    exc_info=not isinstance(error, ResiliencyError),
                 )
                 return False
             logger.log(

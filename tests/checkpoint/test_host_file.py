@@ -238,7 +238,11 @@ def test_a_copy_that_fails_on_one_rank_leaves_the_step_before(tmp_path: Path, ra
         copier = checkpointer._parts().copier
         start = copier.start
         if mine == rank:
-            copier.start = lambda job, done: start(dataclasses.replace(job, copies=job.copies[:1]), done)  # type: ignore[method-assign]
+            copier.start = (
+                lambda job, done, **further: start(  # type: ignore[method-assign]
+                    dataclasses.replace(job, copies=job.copies[:1]), done, **further
+                )
+            )
         ticket = checkpointer.save(2, {"w": large(1, 200_000)}, lazy=True)
         assert ticket is not None
         checkpointer.fence()
