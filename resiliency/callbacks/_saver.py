@@ -48,8 +48,18 @@ _LAST_SAVE_TIMEOUT = timedelta(minutes=2)
 #: From this state size on, the engine is opened and shard files are prepared before training. Smaller jobs open the
 #: engine in their first save, so that a fit that saves nothing does not pay for it.
 _LARGE_BYTES = 32 * 1024 * 1024
-#: Errors of making a path at which no folder can be. ENOENT: in /proc, say; the folders above would be made.
-_NO_FOLDER = (errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT)
+#: Errors of making a path at which no folder can be. ENOENT: in /proc, say; the folders above would be made. EPERM: in
+#: /sys; EACCES: below a folder of somebody else.
+_NO_FOLDER = (
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.ENOENT,
+    errno.EPERM,
+    errno.EACCES,
+    errno.EROFS,
+)
 
 
 class CheckpointSaver:

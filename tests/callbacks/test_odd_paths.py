@@ -119,7 +119,7 @@ def test_a_name_that_the_user_has_deleted_after_a_crash_is_free(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-@pytest.mark.parametrize("kind", ["a file", "below a file", "long name", "long path", "loop", "none"])
+@pytest.mark.parametrize("kind", ["a file", "below a file", "long name", "long path", "loop", "none", "forbidden"])
 def test_a_place_where_no_folder_can_be_ends_the_fit_as_with_the_stock_class(
     kind: str, namespace: str, tmp_path: Path
 ) -> None:
@@ -133,6 +133,7 @@ def test_a_place_where_no_folder_can_be_ends_the_fit_as_with_the_stock_class(
         "long path": tmp_path.joinpath(*["d" * 200] * 30),
         "loop": tmp_path / "loop" / "ckpts",
         "none": Path("/proc/none/ckpts"),  # a file system that takes no new folders
+        "forbidden": Path("/sys/kernel/none/ckpts"),  # so says this one
     }[kind]
     raised = []
     for made in (stock(namespace), partial(ours, namespace)):
