@@ -156,13 +156,13 @@ class CheckpointSaver:
             _raise_if_no_folder(self.places.dirpath, error)
             if isinstance(error, DirectoryInUse):
                 to_stock = not self._must_resume
-            elif isinstance(error, TierError | OSError):
+            elif isinstance(error, TierError):
                 to_stock = False  # the stock class could not write either
             elif isinstance(error, ResiliencyError) and not isinstance(error, AgentError):
                 raise  # the settings are wrong, or the checkpoints that are there
             elif self._trainer.world_size == 1:
                 to_stock = True
-            elif isinstance(error, AgentError):
+            elif isinstance(error, AgentError | OSError):
                 to_stock = False
             else:
                 raise  # the ranks cannot agree any more
@@ -350,14 +350,16 @@ class CheckpointSaver:
         their saves are committed; with a separate local tier, until they are durable on ``dirpath``'s tier, if they are
         uploaded there. Does nothing in threads other than the training thread, because the engine does not serve them.
 
-        A save that waits for the end of the module's ``on_train_batch_end``, which reads the path, is made first; but
-        not with several ranks, because the others may not read it.
+        A save that waits for the end of the module's ``on_train_batch_end``, which reads the path, is made first, and
+        once more at its end; but not with several ranks, because the others may not read it.
         """
         if threading.get_ident() != self._thread:
             return
         paths = list(paths)
         if self._later and self._trainer.world_size == 1 and not set(paths).isdisjoint(self._save_paths):
+            again = list(self._save_paths)
             self._carry_out_later()
+            self._save_paths += again  # with what the rest of the hook changes
         deadline = time.monotonic() + timeout.total_seconds()
         for path in paths:
             ticket = self._tickets.get(self.name_of(path) or "")
@@ -498,7 +500,8 @@ class CheckpointSaver:
         """Requests the removal of a checkpoint of the engine or of the stock class; it is kept until a newer one is
         safe."""
         name = self.name_of(path)
-        if name is None or is_stock(path):
+        renamed = _lightning.save_is_wrapped(self._trainer) and name not in self._save_numbers
+        if name is None or renamed or is_stock(path):
             self._stock_removals.append((self._trainer.global_step, path))
             return
         self._removed_names.append(name)

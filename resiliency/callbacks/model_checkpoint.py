@@ -450,8 +450,8 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
 
     def _link(self, trainer: Any, filepath: str, linkpath: str) -> None:
         saver = self._saver_of(linkpath)
-        uses_files = self._uses_files or _lightning.save_is_wrapped(trainer)
-        if saver is None or (uses_files and os.path.isfile(filepath)):
+        wrapped = _lightning.save_is_wrapped(trainer)  # and may have moved the file, or not written it
+        if saver is None or wrapped or (self._uses_files and os.path.isfile(filepath)):
             super()._link_checkpoint(trainer, filepath, linkpath)
         else:
             saver.link(filepath, linkpath)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 import signal
 import threading
 import traceback
-from types import CodeType
+from types import CodeType, FrameType
 
 __all__ = ["raised_by_a_handler"]
 
@@ -19,7 +21,21 @@ def raised_by_a_handler(error: BaseException) -> bool:
     if not isinstance(error, Exception):
         return True
     handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
-    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any(frame.f_code in handlers for frame in frames):
+        return True
+    # A handler that has uninstalled itself: it was given the frame that it interrupted.
+    return any(_was_given(inner, outer) for outer, inner in itertools.pairwise(frames))
+
+
+def _was_given(frame: FrameType, value: object) -> bool:
+    """True when one of the arguments of the function of this frame is this value."""
+    code = frame.f_code
+    positional = code.co_varnames[: code.co_argcount]
+    rest = code.co_varnames[code.co_argcount + code.co_kwonlyargcount :][: bool(code.co_flags & inspect.CO_VARARGS)]
+    given = [frame.f_locals.get(name) for name in positional]
+    given += [one for name in rest for one in frame.f_locals.get(name, ())]
+    return any(one is value for one in given)
 
 
 def _code_of(handler: object) -> CodeType | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -182,6 +183,42 @@ def test_a_wrapper_may_use_the_file_when_lightnings_method_has_returned(save_las
         directory.rename(tmp_path / f"run-{len(results)}")
     assert len(results[0][0]) > 3
     assert differences(*results) == []
+
+
+@pytest.mark.parametrize("save_last", [None, True, "link"])
+@pytest.mark.parametrize("does", ["renames", "skips the second", "moves"])
+def test_what_a_wrapper_does_with_the_file_is_left_as_with_the_stock_class(
+    does: str, save_last: Any, tmp_path: Path
+) -> None:
+    results = []
+    for make in (stock, ours):
+        directory, saves = tmp_path / "run", []
+        arguments: dict[str, Any] = EVERY | {"monitor": "step", "mode": "max", "save_top_k": 1, "save_last": save_last}
+        callback = stock(PL)(directory, **arguments) if make is stock else ours(PL, directory, **arguments)
+        trainer = make_trainer(PL, [callback], root=tmp_path)
+        original = trainer.save_checkpoint
+
+        def save_checkpoint(path: Any, *further: Any, saves: list[Any] = saves, original: Any = original) -> None:
+            saves.append(Path(path).name)
+            if does == "renames":
+                original(f"{path}.tmp", *further)
+                os.replace(f"{path}.tmp", path)
+            elif does == "moves":
+                original(path, *further)
+                os.replace(path, tmp_path / f"moved-{Path(path).name}")
+            elif len(saves) != 2:
+                original(path, *further)
+
+        trainer.save_checkpoint = save_checkpoint
+        error = None
+        try:
+            trainer.fit(make_net(PL), loader())
+        except OSError as failure:
+            error = type(failure)
+        left = {path.name: os.path.islink(path) for path in directory.glob("*.ckpt*")}
+        results.append((saves, error, left, {path.name for path in tmp_path.glob("moved-*")}))
+        directory.rename(tmp_path / f"run-{len(results)}")
+    assert results[0] == results[1]
 
 
 def test_a_save_by_a_wrapper_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

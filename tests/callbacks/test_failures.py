@@ -160,6 +160,13 @@ class _NoSocket(socket.socket):
         raise RuntimeError("can't use sockets")
 
 
+class _RefusedSocket(socket.socket):
+    """As seccomp refuses them."""
+
+    def __new__(cls, *arguments: Any, **further: Any) -> Any:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+
 @pytest.mark.parametrize("agent", ["embedded", "process"])
 @pytest.mark.parametrize(
     ("owner", "name", "value", "said"),
@@ -168,9 +175,10 @@ class _NoSocket(socket.socket):
         (threading.Thread, "start", _no_copy_thread, "can't start new thread"),
         (threading.Thread, "start", _no_thread, "can't start new thread"),
         (socket, "socket", _NoSocket, "can't use sockets"),
+        (socket, "socket", _RefusedSocket, "Operation not permitted"),
         (sys, "executable", None, ""),
     ],
-    ids=["agent's threads", "copy thread", "threads", "sockets", "interpreter"],
+    ids=["agent's threads", "copy thread", "threads", "sockets", "refused sockets", "interpreter"],
 )
 def test_where_the_engine_cannot_start_the_stock_class_saves(
     agent: Any,

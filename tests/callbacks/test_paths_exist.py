@@ -20,6 +20,7 @@ from resiliency.callbacks._saver import CheckpointSaver
 from resiliency.checkpoint.ticket import LOCAL
 from resiliency.errors import Timeout
 from tests.callbacks.harness import NAMESPACES, content, loader, make_net, make_trainer, ours, stock
+from tests.callbacks.test_removal import Log
 
 PL = "lightning.pytorch"
 BEST: dict[str, Any] = {
@@ -107,6 +108,54 @@ def test_a_path_is_there_when_the_module_reads_it_in_the_hook_of_its_save(save_l
         results.append(found)
         directory.rename(tmp_path / f"run-{len(results)}")
     assert results[0] == results[1] and len(results[0]) > 10
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_what_the_hook_changes_after_it_has_read_a_path_is_in_the_save(lazy: bool, tmp_path: Path) -> None:
+    """As without the read. A logger of another callback, which is told in between, may read paths, too."""
+    module, found = make_net(PL), []
+    module.register_buffer("batches", torch.zeros(()))
+    callback = ours(PL, tmp_path, lazy=lazy, **BEST)
+
+    def read(*_: Any) -> None:
+        path = callback.best_model_path
+        if path:
+            found.append((path, content(Path(path))["global_step"]))
+        module.batches += 1
+
+    module.on_train_batch_end = read
+    trainer = make_trainer(PL, [callback], root=tmp_path, max_steps=6)
+    trainer.fit(module, loader())
+    assert len(found) == 5 and [step for _, step in found] == [2, 2, 4, 4, 6]
+    for step in (4, 6):
+        assert content(tmp_path / f"step={step}.ckpt")["state_dict"]["batches"] == step
+    assert content(tmp_path / "last.ckpt")["state_dict"]["batches"] == 6
+
+
+def test_a_logger_that_reads_paths_of_another_callback_finds_files_with_what_the_hook_changes(tmp_path: Path) -> None:
+    """It is told of earlier saves while that callback's save waits for the end of the module's hook."""
+    module = make_net(PL)
+    module.register_buffer("batches", torch.zeros(()))
+
+    def count(*_: Any) -> None:
+        module.batches += 1
+
+    module.on_train_batch_end = count
+    first = ours(PL, tmp_path, **BEST | {"filename": "a-{step}", "every_n_train_steps": 1, "save_last": None})
+    second = ours(PL, tmp_path, **BEST | {"filename": "b-{step}"})
+
+    class Reads(Log):
+        def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+            paths = (first.best_model_path, second.best_model_path, second.last_model_path)
+            self.heard.append([os.path.exists(path) for path in paths if path])
+
+    log = Reads(tmp_path)
+    trainer = make_trainer(PL, [first, second], root=tmp_path, max_steps=8, logger=log)
+    trainer.fit(module, loader())
+    assert len(log.heard) > 5 and all(map(all, log.heard))
+    for path in (*first.best_k_models, *second.best_k_models, second.last_model_path):
+        found = content(Path(path))
+        assert found["state_dict"]["batches"] == found["global_step"]
 
 
 def test_a_path_through_a_folder_that_nothing_is_in_leads_there(tmp_path: Path) -> None:

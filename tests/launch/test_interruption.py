@@ -50,8 +50,23 @@ def test_what_a_handler_has_raised_is_told_from_other_errors(handler: str) -> No
     with pytest.raises(ValueError, match="no") as own:
         raise ValueError("no")
     assert not raised_by_a_handler(own.value)
-    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-    assert not raised_by_a_handler(caught.value), "it is nobody's handler any more"
+
+
+@pytest.mark.parametrize("kind", ["named", "any", "method"])
+def test_a_handler_that_has_uninstalled_itself(kind: str) -> None:
+    def named(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+        function()
+
+    class Once:
+        def method(self, number: int, frame: Any) -> None:
+            named(number, frame)
+
+    handlers = {"named": named, "any": lambda *arguments: named(*arguments), "method": Once().method}
+    signal.signal(signal.SIGUSR2, handlers[kind])
+    with pytest.raises(OSError, match="of the handler") as caught:
+        signal.raise_signal(signal.SIGUSR2)
+    assert raised_by_a_handler(caught.value)
 
 
 def test_ctrl_c_is_a_handlers() -> None:
