@@ -111,7 +111,8 @@ class CheckpointSaver:
         self._later = False
         #: The engine could not be opened for the save that comes next.
         self._failed_just_now = False
-        #: Another job uses the folder, so the stock class writes the checkpoints of this fit. On all ranks.
+        #: Another job uses the folder, or the engine cannot start: the stock class writes the checkpoints of this fit.
+        #: The same on all ranks.
         self.left_to_stock = False
         #: Paths to save under and names to remove, as requested in the current hook.
         self._save_paths: list[str] = []
@@ -186,8 +187,9 @@ class CheckpointSaver:
         return True
 
     def leaves_to_stock(self) -> bool:
-        """Whether the stock class writes the checkpoints of this fit, as another job uses the folder. The same on all
-        ranks. Collective: when no save was tried yet; then it opens the engine, which may take 20 s beside that job."""
+        """Whether the stock class writes the checkpoints of this fit, as another job uses the folder or the engine
+        cannot start. The same on all ranks. Collective: when no save was tried yet; then it opens the engine, which may
+        take 20 s beside that job."""
         if (
             self.engine is None
             and not self.left_to_stock

@@ -428,7 +428,10 @@ class Snapshot:
             return None
         try:
             changed = comparison.changed()
+        except Timeout as hangs:
+            return hangs
         except Exception as failure:  # Boundary: the copy thread must survive; the save fails.
+            logger.exception("comparing a copy with the tensors failed")
             return failure
         if changed and watch.changed(self._quiet_counts(watch)):
             return None  # torch counts a change, so it came after the copy, which was agreed to

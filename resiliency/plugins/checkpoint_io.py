@@ -139,7 +139,10 @@ class TieredIO:
             except Exception as error:  # Boundary: for example, no thread can be started; torch.save does it, or raises
                 if raised_by_a_handler(error):
                     raise
-                logger.warning("%s is written by torch.save, because the engine cannot: %s", path, error)
+                unexpected = not isinstance(error, ResiliencyError)
+                logger.warning(
+                    "%s is written by torch.save, because the engine cannot: %s", path, error, exc_info=unexpected
+                )
                 try:
                     _stock(self).save_checkpoint(checkpoint, path)
                 except OSError as failure:

@@ -208,6 +208,9 @@ def test_where_the_engine_cannot_start_the_stock_class_saves(
     warned = [text for text in warnings_of_ours(caplog) if "Lightning's own code saves" in text]
     runs = agent == "embedded" and value is None
     assert len(warned) == (0 if runs else 1) and all(said in text for text in warned)
+    stacks = [record.exc_info for record in caplog.records if "Lightning's own code saves" in record.getMessage()]
+    if warned:
+        assert stacks[0] or "pids.max" in warned[0], "nobody could find out why"
     if value is _no_agent_thread and agent == "embedded":
         assert "pids.max" in warned[0]
 
