@@ -126,7 +126,7 @@ class MetadataSource:
             raise ValueError(_no_address(address))
         self._told = told
         self._closed = threading.Event()
-        self._connections: dict[str, http.client.HTTPConnection] = {}
+        self._sockets: dict[str, socket.socket] = {}
         self._silent = False
         self._threads = [
             threading.Thread(target=self._watch, args=(key,), name="resiliency-notice-metadata", daemon=True)
@@ -163,10 +163,13 @@ class MetadataSource:
         host, port = self._address.hostname, self._address.port
         assert host is not None
         connection = http.client.HTTPConnection(host, port, timeout=_HANG_UP_S + 10)
-        self._connections[key] = connection
-        if self._closed.is_set():
-            raise ConnectionAbortedError("closed")
         try:
+            connection.connect()
+            # The socket, which a connection forgets while an answer is still read. And first the socket, then the
+            # look: close() does the two the other way round, so that one of them sees the other.
+            self._sockets[key] = connection.sock
+            if self._closed.is_set():
+                raise ConnectionAbortedError("closed")
             query = f"?wait_for_change=true&timeout_sec={_HANG_UP_S}&last_etag={urllib.parse.quote(etag)}"
             path = f"{self._address.path.rstrip('/')}/{key}{query}"
             return _get(connection, path, key)
@@ -176,9 +179,8 @@ class MetadataSource:
     def close(self) -> None:
         """Cancels the requests under way. Idempotent. Blocks: up to a second for each key."""
         self._closed.set()
-        for connection in list(self._connections.values()):
-            if (one := connection.sock) is not None:
-                with suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
+        for one in list(self._sockets.values()):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:
             thread.join(1)
