@@ -11,9 +11,17 @@ from collections.abc import Callable
 
 from resiliency.errors import AgentError
 
-__all__ = ["Worker"]
+__all__ = ["Worker", "no_thread"]
 
 logger = logging.getLogger(__name__)
+
+
+def no_thread(error: RuntimeError) -> str:
+    """What a thread that cannot be started means, and what to do about it."""
+    return (
+        f"{error}: the user, or the container's pids cgroup, has as many processes and threads as it may; raise that"
+        " limit (ulimit -u, pids.max)"
+    )
 
 
 class Worker:
@@ -33,6 +41,22 @@ class Worker:
         self._closed = False
         self._thread: threading.Thread | None = None
 
+    def start(self) -> None:
+        """Starts the thread, unless it runs already; then :meth:`submit` does not raise. Blocks: no.
+
+        Raises:
+            AgentError: the thread cannot be started.
+        """
+        with self._lock:
+            if self._closed or self._thread is not None:
+                return
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise AgentError(f"{self._name}: {no_thread(error)}") from error
+            self._thread = thread
+
     def submit(self, job: Callable[[], None]) -> None:
         """Queues a job; the first one starts the thread. After :meth:`close` jobs are dropped. Blocks: no.
 
@@ -42,16 +66,7 @@ class Worker:
         with self._lock:
             if self._closed:
                 return
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as error:
-                    raise AgentError(
-                        f"{self._name}: {error}: the user, or the container's pids cgroup, has as many processes and"
-                        " threads as it may; raise that limit (ulimit -u, pids.max)"
-                    ) from error
-                self._thread = thread
+            self.start()
             self._jobs.append(job)
             self._wake.notify_all()
 

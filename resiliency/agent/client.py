@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import get_args
 
 from resiliency.agent._command import AGENT_WORD
@@ -218,7 +219,8 @@ class AgentClient:
             with self._lock:
                 heard = self._heard.heard()
             hello = Hello(version=PROTOCOL_VERSION, rank=self.rank, config=self.config, heard=heard)
-            connection.sendall(pack(hello))
+            with suppress(BrokenPipeError, ConnectionResetError):  # refused before it was read; the answer is there
+                connection.sendall(pack(hello))
             framer = Framer()
             answer, *notices = self._hello_answer(connection, framer)
             if isinstance(answer, Refused):
@@ -372,16 +374,18 @@ class AgentClient:
                 " they are correct, but uploads end with the trainer and share its cores",
                 self.rank,
             )
-        with self._lock:
-            closing = self._closing
-            if not closing:
-                self._embedded = agent
+        taken = False
+        try:
+            with self._lock:
+                if self._closing:
+                    return
                 for message in self._to_send_again():
                     agent.handle(self.rank, message)
-        if closing:  # close() has already run, so nobody else would
-            agent.close()
-            self._leave_claim()
-            return
+                self._embedded, taken = agent, True
+        finally:
+            if not taken:  # close() has already run, or a message was refused: nobody else would
+                agent.close()
+                self._leave_claim()
         agent.announce(self.rank)
 
     def _claim_address(self, config: AgentConfig) -> None:

@@ -160,15 +160,21 @@ class HostAgent:
     # -- start --------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Takes the attempt's number, ends earlier attempts, lists the local tier, and resumes uploads that an earlier
-        agent did not finish.
+        """Starts the threads, takes the attempt's number, ends earlier attempts, lists the local tier, and resumes
+        uploads that an earlier agent did not finish.
 
         Blocks: for one listing.
 
         Raises:
-            AgentError: another job has the attempt's number.
+            AgentError: another job has the attempt's number, or a thread cannot be started.
             TierError: the local tier cannot be listed.
         """
+        # All of them, and before the first rank is welcomed: no later message then fails for want of a thread.
+        self._commits.start()
+        self._syncs.start()
+        self._files.start()
+        for uploader in self._uploaders:
+            uploader.start()
         self._end_earlier_attempts()
         self._take_leftover_files()
         try:

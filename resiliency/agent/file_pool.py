@@ -72,6 +72,10 @@ class FilePool:
         self._taken = 0  # files taken by saves whose record had not been counted at the last refill
         self._lacked = False  # True once a save has found no file ready
 
+    def start(self) -> None:
+        """Starts the thread. Raises: AgentError, when that cannot be."""
+        self._worker.start()
+
     @property
     def idle(self) -> bool:
         return self._worker.idle

@@ -21,6 +21,7 @@ from typing import get_args
 
 from resiliency import faultpoints
 from resiliency.agent._peer import Peer
+from resiliency.agent._worker import no_thread
 from resiliency.agent.config import AgentConfig, embedded_address, held
 from resiliency.agent.core import HostAgent
 from resiliency.agent.messages import Flush, Flushed, Hello, Message, Notice, Refused, Request, Welcome
@@ -117,9 +118,22 @@ class AgentServer:
                 connection, _ = self._listener.accept()
             except OSError:
                 return  # closed: the agent is exiting
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._serve, args=(connection,), name="resiliency-agent-client", daemon=True
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:
+                logger.warning("a rank is refused: %s", no_thread(error))
+                _refuse(connection, no_thread(error))
+                connection.close()
+                self._wait_for_nobody()
+
+    def _wait_for_nobody(self) -> None:
+        """Called when a job is refused for good: without a rank that is connected, the agent ends now."""
+        with self._lock:
+            self._had_client = True
+            self._lock.notify_all()
 
     def _serve(self, connection: socket.socket) -> None:
         rank: int | None = None
@@ -137,6 +151,8 @@ class AgentServer:
                             rank = self._handle_hello(connection, message)
                             if rank is None:
                                 return
+                            assert self._agent is not None
+                            self._agent.announce(rank)  # with the rank known here, so that an error disconnects it
                         else:
                             self._handle_request(rank, message)
                 if rank is not None:
@@ -187,10 +203,8 @@ class AgentServer:
                 self._start_agent(message, config)
             except (AgentError, TierError, OSError) as error:
                 connection.sendall(pack(Refused(reason=str(error))))
-                with self._lock:
-                    # This job is refused for good, so there is no other rank to wait for.
-                    self._had_client |= isinstance(error, AgentError)
-                    self._lock.notify_all()
+                if isinstance(error, AgentError):
+                    self._wait_for_nobody()
                 return None
             with self._lock:
                 connection.sendall(pack(Welcome(pid=os.getpid())))  # before the rank is registered for notices
@@ -199,8 +213,6 @@ class AgentServer:
                 self._clients[rank] = connection
                 self._had_client = True
                 self._lock.notify_all()
-        assert self._agent is not None
-        self._agent.announce(rank)
         return rank
 
     def _start_agent(self, hello: Hello, config: AgentConfig) -> None:
@@ -241,7 +253,10 @@ class AgentServer:
             done = agent.wait(message.stage, tier=message.tier, timeout_s=message.timeout_s)
             self._send(rank, Flushed(ticket=message.ticket, done=done))
 
-        threading.Thread(target=wait, name="resiliency-agent-flush", daemon=True).start()
+        try:
+            threading.Thread(target=wait, name="resiliency-agent-flush", daemon=True).start()
+        except RuntimeError:  # the limit of threads is reached: the rank's other messages wait, too
+            wait()
 
     def _send(self, rank: int, message: Notice) -> None:
         with self._lock:

@@ -117,6 +117,10 @@ class Uploader:
         self._pruner = RemotePruner(config, spec, reporter, fence)
         self._others = CommitWatch(config.run, spec, self._open, reporter)
 
+    def start(self) -> None:
+        """Starts the thread. Raises: AgentError, when that cannot be."""
+        self._worker.start()
+
     @property
     def idle(self) -> bool:
         """True when nothing is queued or being sent. Other hosts may still be sending their parts."""
