@@ -27,6 +27,7 @@ from resiliency.callbacks import logging as module
 from resiliency.callbacks._remote_folder import RemoteFolder
 from resiliency.callbacks._step_hooks import step_observer
 from resiliency.errors import ConfigError
+from resiliency.telemetry.step_observer import StepObserver
 from resiliency.testing.zygote import Zygote
 from tests.callbacks.harness import NAMESPACES, differences, loader, make_net, make_trainer, names, stock, weights
 from tests.ports import free_port
@@ -63,16 +64,37 @@ TPS = r"TPS for step (\d+): (\d+\.\d{3})"
 BETWEEN = r"Time between last step end and this step start: (\d+\.\d{3})s"
 
 
-def sleepy(namespace: str, *, step: float = 0.0, validation: float = 0.0) -> Any:
+class Clock:
+    """A clock in which time passes only in ``sleep``, so that a slow machine changes no time that is logged."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of the steps of each fit."""
+    made = Clock()
+    monkeypatch.setitem(StepObserver.__init__.__kwdefaults__, "clock", made)
+    return made
+
+
+def sleepy(namespace: str, clock: Clock, *, step: float = 0.0, validation: float = 0.0) -> Any:
     net = make_net(namespace)
     trains, validates = net.training_step, net.validation_step
 
     def training_step(*arguments: Any) -> Any:
-        time.sleep(step)
+        clock.sleep(step)
         return trains(*arguments)
 
     def validation_step(*arguments: Any) -> Any:
-        time.sleep(validation)
+        clock.sleep(validation)
         return validates(*arguments)
 
     net.training_step, net.validation_step = training_step, validation_step
@@ -83,8 +105,10 @@ def sleepy(namespace: str, *, step: float = 0.0, validation: float = 0.0) -> Any
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_each_step_has_a_line_with_its_time(namespace: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    net = sleepy(namespace, step=0.03, validation=0.2)
+def test_each_step_has_a_line_with_its_time(
+    namespace: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock
+) -> None:
+    net = sleepy(namespace, clock, step=0.03, validation=0.2)
     fit(
         [build("StepLoggingCallback", namespace)()],
         tmp_path,
@@ -97,41 +121,40 @@ def test_each_step_has_a_line_with_its_time(namespace: str, tmp_path: Path, capl
     assert lines[0] == "Training starts."
     found = numbers(caplog.text, STEP)
     assert [step for step, _ in found] == [1, 2, 3, 4, 5, 6]
-    assert all(0.03 <= seconds < 0.4 for _, seconds in found[1:]), "validations are not part of a step"
-    between = [float(one) for one in re.findall(BETWEEN, caplog.text)]
-    assert len([one for one in between if one >= 0.4]) == 1, (
+    assert all(seconds == 0.03 for _, seconds in found), "validations are not part of a step"
+    between = [line for line in lines if line.startswith("Time between")]
+    assert between == ["Time between last step end and this step start: 0.400s"], (
         "the validation after step 3; that after step 6 ends the fit"
     )
-    assert lines.index(
-        next(line for line in lines if line.startswith("Time between") and float(line.split()[-1][:-1]) >= 0.4)
-    ) == (lines.index(next(line for line in lines if line.startswith("Step 4 "))) - 1)
+    assert lines.index(between[0]) == lines.index("Step 4 time: 0.030s") - 1
 
 
 def test_nothing_is_said_between_steps_that_follow_at_once_or_before_the_first(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
     callback = build("StepLoggingCallback")()
     slow_start = importlib.import_module(PL).Callback()
-    slow_start.on_train_epoch_start = lambda *arguments: time.sleep(0.3)
+    slow_start.on_train_epoch_start = lambda *arguments: clock.sleep(0.3)
     trainer = fit([callback, slow_start], tmp_path, max_epochs=2)
-    assert len([one for one in re.findall(BETWEEN, caplog.text) if float(one) >= 0.3]) == 1, "between the two epochs"
+    assert re.findall(BETWEEN, caplog.text) == ["0.300"], "between the two epochs"
     caplog.clear()
     trainer.fit_loop.max_epochs = 3
     trainer.fit(make_net(PL), loader())
-    assert [one for one in re.findall(BETWEEN, caplog.text) if float(one) >= 0.3] == [], "what was between two fits"
+    assert re.findall(BETWEEN, caplog.text) == [], "what was between two fits"
     assert caplog.text.count("Training starts.") == 1
 
 
-def test_with_accumulation_a_step_is_an_optimizer_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    net = sleepy(PL, step=0.03)
+def test_with_accumulation_a_step_is_an_optimizer_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock
+) -> None:
+    net = sleepy(PL, clock, step=0.03)
     fit(
         [build("StepLoggingCallback")(), build("TPSLoggingCallback")(8, 16)],
         tmp_path,
         net=net,
         accumulate_grad_batches=3,
     )
-    found = numbers(caplog.text, STEP)
-    assert [step for step, _ in found] == [1, 2] and all(0.09 <= seconds < 0.5 for _, seconds in found)
+    assert numbers(caplog.text, STEP) == [(1, 0.09), (2, 0.09)]
     assert [step for step, _ in numbers(caplog.text, TPS)] == [1, 2]
 
 
@@ -175,16 +198,16 @@ def test_lines_are_seen_where_nobody_has_set_up_logging(
 # -- TPSLoggingCallback ---------------------------------------------------------------------------------------------------
 
 
-def test_throughput_is_tokens_of_a_step_over_its_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_throughput_is_tokens_of_a_step_over_its_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock
+) -> None:
     fit(
         [build("StepLoggingCallback")(), build("TPSLoggingCallback")(gbs=4, seq_length=32)],
         tmp_path,
-        net=sleepy(PL, step=0.05),
+        net=sleepy(PL, clock, step=0.05),
     )
-    times, rates = dict(numbers(caplog.text, STEP)), dict(numbers(caplog.text, TPS))
-    assert list(rates) == [1, 2, 3, 4, 5, 6]
-    for step, rate in rates.items():
-        assert rate == pytest.approx(4 * 32 / times[step], rel=0.02)
+    assert numbers(caplog.text, STEP) == [(step, 0.05) for step in range(1, 7)]
+    assert numbers(caplog.text, TPS) == [(step, 4 * 32 / 0.05) for step in range(1, 7)]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +236,7 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def test_scalars_go_to_a_run_in_the_folder_and_callbacks_share_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
     folder = tmp_path / "tb"
     callbacks = [
@@ -223,7 +246,7 @@ def test_scalars_go_to_a_run_in_the_folder_and_callbacks_share_it(
         build("MemoryLoggingCallback")(every_n_steps=2, tb_dir=str(folder)),
     ]
     before = set(os.listdir("/"))
-    fit(callbacks, tmp_path, net=sleepy(PL, step=0.02))
+    fit(callbacks, tmp_path, net=sleepy(PL, clock, step=0.02))
     assert set(os.listdir("/")) == before, "the older library wrote there"
     (run,) = folder.iterdir()
     assert re.fullmatch(r"run-\d{8}-\d{6}", run.name)
