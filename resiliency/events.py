@@ -20,6 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+from resiliency.interruption import raised_by_a_handler
 from resiliency.regular_file import open_regular
 
 __all__ = [
@@ -182,8 +183,9 @@ class JsonlSink:
         events is logged as a warning, and so is the end of the run.
     """
 
+    _fd: int | None = None  # of the class, because __del__ also runs when Ctrl-C ends __init__ at its begin
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._fd: int | None = None  # set first, because __del__ also runs when __init__ fails
         self.path = os.fspath(path)
         self.dropped = 0
         self._reported = 0  # how many of the dropped events were logged
@@ -297,14 +299,15 @@ class BackgroundSink:
     def close(self) -> None:
         with self._lock:
             thread, self._closed = self._thread, True
-        if thread is not None and thread.is_alive():
             self._queue.put(None)
+        if thread is not None and thread.is_alive():
             thread.join(self._drain_s)
         self._inner.close()
 
 
 class EventWriter:
-    """Adds time, run, attempt, rank and host to events and passes them to sinks. Thread: any. Never raises."""
+    """Adds time, run, attempt, rank and host to events and passes them to sinks. Thread: any. Raises: nothing but what
+    a signal's handler raises meanwhile."""
 
     def __init__(self, *, run: str, attempt: int, rank: int, host: str, sinks: tuple[EventSink, ...]) -> None:
         self.run = run
@@ -328,7 +331,9 @@ class EventWriter:
         for sink in self._sinks:
             try:
                 sink.emit(event)
-            except Exception:  # Boundary: a user's sink must not end training.
+            except Exception as error:  # Boundary: a user's sink must not end training.
+                if raised_by_a_handler(error):
+                    raise
                 logger.warning("event sink %r failed on %s", sink, kind, exc_info=True)
 
     def drain(self) -> None:

@@ -53,6 +53,7 @@ from resiliency.agent.messages import (
 from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, pack
 from resiliency.errors import AgentError, DirectoryInUse, TierError
 from resiliency.events import EventKind, EventWriter, JsonlSink, NullSink
+from resiliency.interruption import raised_by_a_handler
 from resiliency.launch.latch import Latch
 from resiliency.launch.leaving import close_when_left
 from resiliency.storage.stage import Stage
@@ -172,13 +173,13 @@ class AgentClient:
                     if isinstance(error, TimeoutError):
                         break  # another agent would be as slow
                     continue
-                thread = threading.Thread(target=self._receive, name="resiliency-agent-link", daemon=True)
+                self._thread = threading.Thread(target=self._receive, name="resiliency-agent-link", daemon=True)
                 try:
-                    thread.start()
+                    self._thread.start()
                 except RuntimeError:  # the limit of threads is reached
+                    self._thread = None
                     self._hang_up()
                     raise
-                self._thread = thread
                 return
             if closed == _MAX_LOSSES:
                 self._refuse_to_share()
@@ -360,10 +361,10 @@ class AgentClient:
         )
         try:
             agent.start()
-        except (AgentError, TierError) as error:
+        except BaseException as error:
             agent.close()
             self._leave_claim()
-            if isinstance(error, AgentError):
+            if not isinstance(error, TierError):
                 raise
             raise AgentError(
                 f"rank {self.rank}: the local tier {config.local.address} cannot be read: {error}"
@@ -455,7 +456,9 @@ class AgentClient:
                 return  # the link thread is getting a new agent, and will send what must not be lost again
             try:
                 self._socket.sendall(pack(message))
-            except OSError:
+            except OSError as error:
+                if raised_by_a_handler(error):
+                    raise
                 logger.debug("the agent is gone; %s was not sent", type(message).__name__)
                 self._break_link()
 
@@ -688,16 +691,19 @@ class AgentClient:
             self._closing = True
             connection, embedded, process = self._socket, self._embedded, self._process
             agent = Peer(connection) if connection is not None and (process is not None or others_s) else None
-        if embedded is not None:
-            embedded.close()
-        self._leave_claim()
+        try:
+            if embedded is not None:
+                embedded.close()
+        finally:
+            self._leave_claim()
         if connection is not None:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
             except OSError:
                 logger.debug("the agent had disconnected first", exc_info=True)
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            with suppress(RuntimeError):  # not started, as Ctrl-C came first; if it starts yet, it ends by itself
+                self._thread.join(timeout_s)
         if agent is not None:
             with agent:
                 self._wait_gone(agent, deadline if process is not None else time.monotonic() + others_s)

@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from resiliency import faultpoints
@@ -458,13 +459,23 @@ class HostAgent:
         if self._closed:
             return
         self._closed = True
-        for uploader in self._uploaders:
-            uploader.close()
-        for worker in (self._syncs, self._commits):
-            worker.close()
+        try:
+            with ExitStack() as last_first:  # all of it, also when Ctrl-C ends one of these early
+                last_first.callback(self._files.close)
+                last_first.callback(self._discard_all_given_up)
+                last_first.callback(self._commits.close)
+                last_first.callback(self._syncs.close)
+                for uploader in self._uploaders:
+                    last_first.callback(uploader.close)
+            self._clean_up()
+        finally:
+            self._fence.release()
+
+    def _discard_all_given_up(self) -> None:
         for step in self._given_up:
             self._discard(step)
-        self._files.close()
+
+    def _clean_up(self) -> None:
         if self.config.only_files:
             self._leave_only_files()
         elif not self.config.durable:
@@ -479,7 +490,6 @@ class HostAgent:
                     self.config.local.address,
                     exc_info=True,
                 )
-        self._fence.release()
 
     def _leave_only_files(self) -> None:
         """Removes the run's folder when all ranks have left in order and every step is a file that needs nothing

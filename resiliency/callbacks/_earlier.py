@@ -10,6 +10,7 @@ from typing import Any
 
 from resiliency.callbacks._places import CheckpointPlaces, EngineKey
 from resiliency.errors import CorruptShard, TierError, UnsupportedFormat
+from resiliency.interruption import lets_handlers_raise
 from resiliency.settings import environment
 from resiliency.storage.catalog import StepListing, scan, step_folders
 from resiliency.storage.single_files import single_file_at, single_files_of
@@ -38,6 +39,7 @@ class Found:
     unknown: bool = False
 
 
+@lets_handlers_raise
 def look(trainer: Any, places: CheckpointPlaces) -> Found:
     """Looks for steps of the run. Warns when a remote tier cannot be listed. Collective: yes. Blocks: one listing per
     tier."""
@@ -68,6 +70,7 @@ def is_restart(trainer: Any) -> bool:
     return _any_rank(trainer, bool(environment().launch.restarts))
 
 
+@lets_handlers_raise
 def continues_writer(trainer: Any, places: CheckpointPlaces, step: StepId) -> bool:
     """True when the launcher of any rank says that this is a restart of the job that wrote ``step``. Collective: yes.
 
@@ -92,6 +95,7 @@ def continues_writer(trainer: Any, places: CheckpointPlaces, step: StepId) -> bo
     return continues
 
 
+@lets_handlers_raise
 def newest_step(trainer: Any, places: CheckpointPlaces) -> StepId | None:
     """The newest committed step of which this rank sees at least its host's part; None when it sees none. Collective:
     no."""
@@ -101,6 +105,7 @@ def newest_step(trainer: Any, places: CheckpointPlaces) -> StepId | None:
     return max(found, default=None)
 
 
+@lets_handlers_raise
 def newest_file(key: EngineKey, *, prefer: Iterable[str] = ()) -> set[str]:
     """The path of the run's newest step, if only its file is left (no step folder); empty otherwise.
 

@@ -26,8 +26,8 @@ from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
 from resiliency.errors import AgentError, DirectoryInUse, ResiliencyError, TierError, Timeout
+from resiliency.interruption import raised_by_a_handler
 from resiliency.launch import heartbeat
-from resiliency.launch.interruption import raised_by_a_handler
 from resiliency.plugins import _lightning
 from resiliency.plugins.resume.rank_state import is_step_boundary
 from resiliency.plugins.strategies.base import StrategyAdapter
@@ -107,13 +107,14 @@ class CheckpointSaver:
         self._unnamed = False  # a save is requested that needs no name
         self._missed_saves = 0
         self._told_why = False
+        #: path -> the file that the module's hook has found there, which is saved again with what the hook changes.
+        self._read_in_hook: dict[str, object] = {}
         #: What was requested in on_train_batch_end waits for the end of the module's hook of that name.
         self._later = False
         #: The engine could not be opened for the save that comes next.
         self._failed_just_now = False
-        #: Another job uses the folder, or the engine cannot start: the stock class writes the checkpoints of this fit.
-        #: The same on all ranks.
-        self.left_to_stock = False
+        self._left_to_stock = False
+        self._pid = os.getpid()
         #: Paths to save under and names to remove, as requested in the current hook.
         self._save_paths: list[str] = []
         self._removed_names: list[str] = []
@@ -125,6 +126,7 @@ class CheckpointSaver:
         self._postponed_removals: list[str] = []
         #: (step, file written by the stock class): removed once a save of that step or a later one is durable.
         self._stock_removals: list[tuple[int, str]] = []
+        self._safe_step = -1  # the newest step for which that was done
         #: name -> number of this fit's save that the name points to.
         self._save_numbers: dict[str, int] = {}
         self._saves = 0
@@ -135,6 +137,12 @@ class CheckpointSaver:
         self._stock_writer = StockWriter(self._trainer)
 
     # -- the engine ---------------------------------------------------------------------------------------------------
+
+    @property
+    def left_to_stock(self) -> bool:
+        """True when another job uses the folder, the engine cannot start, or this is a forked child that trains on: the
+        stock class writes the checkpoints of this fit. The same on all ranks, but for the child."""
+        return self._left_to_stock or os.getpid() != self._pid
 
     def open(self) -> bool:
         """Opens the engine unless it is open. Returns False, on all ranks, when it cannot be used. Collective: yes.
@@ -168,7 +176,7 @@ class CheckpointSaver:
             else:
                 raise  # the ranks cannot agree any more
             if to_stock:
-                self.left_to_stock = True
+                self._left_to_stock = True
                 logger.warning(
                     "the checkpoint engine cannot be used: %s. Lightning's own code saves the checkpoints of this fit"
                     " (slower, not verified, not used by auto_resume)",
@@ -269,7 +277,7 @@ class CheckpointSaver:
         except (OSError, RuntimeError) as error:
             # Boundary: torch's store raises these when another rank has exited. Not fatal, because training is over and
             # the agent finishes sealed saves.
-            if error is self.session.logger_error:
+            if error is self.session.logger_error or raised_by_a_handler(error):
                 raise
             logger.warning("not every save was %s at the end; the next start finishes them", stage, exc_info=True)
         finally:
@@ -289,6 +297,8 @@ class CheckpointSaver:
         try:
             self._trainer.strategy.barrier("resiliency: every shard is recorded")
         except RuntimeError as error:
+            if raised_by_a_handler(error):
+                raise
             logger.warning("another rank has ended before its last saves were recorded: %s", error)
 
     def close(self, close_engine: Callable[[Checkpointer], None]) -> None:
@@ -304,7 +314,9 @@ class CheckpointSaver:
                         link_symbolically(linkpath, path)
             finally:
                 self.session.release(self, close=close_engine)
-        except (OSError, RuntimeError):  # Boundary: torch's store raises these when another rank has exited.
+        except (OSError, RuntimeError) as error:  # Boundary: torch's store raises these when another rank has exited.
+            if raised_by_a_handler(error):
+                raise
             logger.warning(
                 "the checkpoint engine did not close cleanly; the agent finishes the saves it has", exc_info=True
             )
@@ -353,15 +365,15 @@ class CheckpointSaver:
         uploaded there. Does nothing in threads other than the training thread, because the engine does not serve them.
 
         A save that waits for the end of the module's ``on_train_batch_end``, which reads the path, is made first, and
-        once more at its end; but not with several ranks, because the others may not read it.
+        once more at its end, unless the hook has changed, moved or deleted the file; but not with several ranks,
+        because the others may not read it.
         """
         if threading.get_ident() != self._thread:
             return
-        paths = list(paths)
+        paths, read = list(paths), []
         if self._later and self._trainer.world_size == 1 and not set(paths).isdisjoint(self._save_paths):
-            again = list(self._save_paths)
+            read = list(self._save_paths)
             self._carry_out_later()
-            self._save_paths += again  # with what the rest of the hook changes
         deadline = time.monotonic() + timeout.total_seconds()
         for path in paths:
             ticket = self._tickets.get(self.name_of(path) or "")
@@ -375,8 +387,12 @@ class CheckpointSaver:
                 else:
                     ticket.wait(Stage.DURABLE, tier=self.places.announced_tier, timeout=left)
             except (ResiliencyError, OSError, RuntimeError) as error:
+                if raised_by_a_handler(error):
+                    raise
                 # Boundary: the user asked for a path and gets it. The warning says why no checkpoint is there.
                 logger.warning("there is no checkpoint at %s yet: %s", path, error)
+        for path in read:
+            self._read_in_hook[path] = _file_at(path)
 
     def _is_there(self, ticket: Ticket) -> bool:
         """True when the save is committed on the tier where users look for its names, or will not go to that tier."""
@@ -419,6 +435,8 @@ class CheckpointSaver:
 
     def _carry_out_later(self) -> None:
         self._later = False
+        read, self._read_in_hook = self._read_in_hook, {}
+        self._save_paths += [path for path, file in read.items() if _file_at(path) == file]
         overlap = is_step_boundary(self._trainer) and _lightning.next_is_another_batch(self._trainer)
         with self.collect(overlap=overlap):
             pass
@@ -472,15 +490,31 @@ class CheckpointSaver:
         the replacement raises.
         """
 
+        saved: list[str] = []
+
         def catch(checkpoint: dict[str, Any], filepath: Any) -> bool:
             if self.name_of(filepath) is None:
                 return False
             self._dumped = checkpoint
+            saved.append(str(filepath))
             self.save_at_once(str(filepath), self._flush_timeout)
             return True
 
         with _lightning.catch_save(self._trainer, catch):
             self._trainer.save_checkpoint(path, self._callback.save_weights_only)
+        gone = [path for path in saved if "://" not in path and not os.path.lexists(path)]
+        self.give_up_names(self._trainer.strategy.broadcast(gone) if self._trainer.world_size > 1 else gone)
+
+    def give_up_names(self, paths: Iterable[str]) -> None:
+        """Called when other code has moved, deleted or replaced the files: the steps are not kept for their names. The
+        same on all ranks. Collective: no."""
+        names = [name for name in map(self.name_of, paths) if name in self._save_numbers]
+        if names and self.engine is not None:
+            self.engine.delete(*names)
+            self._names.difference_update(names)
+            for name in names:
+                self._save_numbers.pop(name, None)
+                self._tickets.pop(name, None)
 
     def link(self, path: str, linkpath: str) -> None:
         """Makes ``linkpath`` another name of the step of ``path``.
@@ -505,7 +539,10 @@ class CheckpointSaver:
         renamed = _lightning.save_is_wrapped(self._trainer) and name not in self._save_numbers
         if name is None or renamed or is_stock(path):
             self._stock_removals.append((self._trainer.global_step, path))
-            return
+            self._remove_stock_files(self._safe_step)
+            if name not in self._save_numbers:
+                return
+            # Other code has written another file there; the step that had the name is not kept for it.
         self._removed_names.append(name)
         self.session.going.add(path)
         self._carry_out_unless_collecting()
@@ -698,10 +735,21 @@ class CheckpointSaver:
 
     def _remove_stock_files(self, step: int) -> None:
         """Removes the files of the stock class whose removal was requested at this step or an earlier one."""
+        self._safe_step = max(self._safe_step, step)
         due = [path for number, path in self._stock_removals if number <= step]
         self._stock_removals = [item for item in self._stock_removals if item[0] > step]
         for path in due:
             self._trainer.strategy.remove_checkpoint(path)
+
+
+def _file_at(path: str) -> object:
+    """A value that stays equal while the path is the same file, and nobody writes into it; None: nothing is there, or
+    it is an address."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _raise_if_no_folder(path: str, cause: Exception) -> None:

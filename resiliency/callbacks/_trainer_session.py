@@ -31,6 +31,7 @@ from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
 from resiliency.errors import ConfigError
 from resiliency.events import EventSink
+from resiliency.interruption import raised_by_a_handler
 from resiliency.storage.step_id import StepId
 from resiliency.telemetry.step_events import StepEvents, log_steps
 
@@ -129,7 +130,11 @@ class TrainerSession:
                 options=options,
                 sinks=self._sinks(),
             )
-            engine.open()
+            try:
+                engine.open()
+            except BaseException:  # Ctrl-C may come when it is open already, and nobody else would close it
+                engine.close(flush=False, reason="exception")
+                raise
             shared = self.engines[key] = SharedEngine(engine, places)
             _live.add(self)
             _close_at_the_end_of_a_spawned_process()
@@ -169,7 +174,7 @@ class TrainerSession:
 
     def _close(self, key: EngineKey, close: Callable[[Checkpointer], None]) -> None:
         shared = self.engines.pop(key, None)
-        if shared is None:
+        if shared is None or shared.engine.is_forked:
             return
         events = self._step_events
         if events is not None and events.writer is shared.engine.session.events:
@@ -192,7 +197,10 @@ class TrainerSession:
         for key in list(self.engines):
             try:
                 self._close(key, lambda engine: engine.close(flush=False, reason="exception"))
-            except (OSError, RuntimeError):  # Boundary: torch's store raises these when another rank has exited.
+            except (OSError, RuntimeError) as error:
+                # Boundary: torch's store raises these when another rank has exited.
+                if raised_by_a_handler(error):
+                    raise
                 logger.warning("the checkpoint engine of %s did not close cleanly", key.directory, exc_info=True)
         self.end()
 

@@ -472,6 +472,8 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         saver = self._saver_of(str(filepath)) or self._saver_of(self._last_checkpoint_saved)
         if saver is None or (is_stock(str(filepath)) and is_stock(self._last_checkpoint_saved)):
             super()._remove_checkpoint(trainer, filepath)
+            if saver is not None:
+                saver.give_up_names([str(filepath)])
         else:
             saver.remove(str(filepath))
 

@@ -19,6 +19,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -46,6 +47,7 @@ from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket, checked_stage
 from resiliency.checkpoint.upload_schedule import RemoteSchedule
 from resiliency.errors import ConfigError
 from resiliency.events import EventKind, EventSink, boot_id
+from resiliency.interruption import lets_handlers_raise
 from resiliency.launch.start_times import start_fields
 from resiliency.settings import environment
 from resiliency.spans import traced
@@ -164,8 +166,10 @@ class Checkpointer:
         if self._closed:
             raise ConfigError("this Checkpointer is closed; make a new one")
         self._refuse_forked()
-        if self._opened is not None:
-            return self._opened
+        return self._opened if self._opened is not None else self._open()
+
+    @lets_handlers_raise
+    def _open(self) -> _Parts:
         coordinator = self._coordinator or default_coordinator(self.rank, self.world_size)
         began = time.monotonic()
         session = open_session(
@@ -177,61 +181,65 @@ class Checkpointer:
             environment=self._environment,
             sinks=self._sinks,
         )
+        copier: Copier | None = None
         try:
             arena = Arena(part=session.host_part.index, writers=session.host_part.writers)
             session.client.give_files_to(
                 lambda file: arena.offer(file.path, file.inode, file.nbytes, is_new=file.is_new)
             )
             copier = Copier(threads=self.options.copy_threads)
-        except BaseException:  # no thread can be started: the agent must not wait for this rank
-            session.client.close(timeout_s=2.0)
-            session.events.close()
-            raise
-        saves = SaveTracker(session=session, coordinator=coordinator)
-        self._opened = _Parts(
-            session=session,
-            coordinator=coordinator,
-            arena=arena,
-            copier=copier,
-            saves=saves,
-            copies=SaveCopies(
-                run=self.run,
-                rank=self.rank,
-                world_size=self.world_size,
-                session=session,
-                saves=saves,
-                arena=arena,
-                copier=copier,
-            ),
-            schedule=RemoteSchedule(self._remotes, coordinator),
-            restorer=Restorer(
+            saves = SaveTracker(session=session, coordinator=coordinator)
+            parts = _Parts(
                 session=session,
                 coordinator=coordinator,
-                local=session.local_tier,
-                remotes=self._remote_tiers,
-                run=self.run,
-                agree_timeout=self.options.agree_timeout,
-            ),
-        )
-        times: dict[str, Any] = {"opening_s": round(time.monotonic() - began, 6), "boot": boot_id(), **start_fields()}
-        session.events.emit(
-            EventKind.JOB_STARTED,
-            pid=os.getpid(),
-            device="cuda" if torch.cuda.is_available() else "cpu",
-            world_size=self.world_size,
-            restart=self._environment.restart,
-            node_rank=sorted(set(session.nodes)).index(session.node),
-            **times,
-        )
-        return self._opened
+                arena=arena,
+                copier=copier,
+                saves=saves,
+                copies=SaveCopies(
+                    run=self.run,
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    session=session,
+                    saves=saves,
+                    arena=arena,
+                    copier=copier,
+                ),
+                schedule=RemoteSchedule(self._remotes, coordinator),
+                restorer=Restorer(
+                    session=session,
+                    coordinator=coordinator,
+                    local=session.local_tier,
+                    remotes=self._remote_tiers,
+                    run=self.run,
+                    agree_timeout=self.options.agree_timeout,
+                ),
+            )
+            session.events.emit(
+                EventKind.JOB_STARTED,
+                pid=os.getpid(),
+                device="cuda" if torch.cuda.is_available() else "cpu",
+                world_size=self.world_size,
+                restart=self._environment.restart,
+                node_rank=sorted(set(session.nodes)).index(session.node),
+                opening_s=round(time.monotonic() - began, 6),
+                boot=boot_id(),
+                **start_fields(),
+            )
+        except BaseException:  # no thread can be started, or Ctrl-C: nobody could close what is open
+            if copier is not None:
+                copier.close()
+            session.abandon()
+            raise
+        self._opened = parts
+        return parts
 
     @property
-    def _is_forked(self) -> bool:
+    def is_forked(self) -> bool:
         """True in a forked child, which has none of the parent's saves, threads and connection to the agent."""
         return self._pid != os.getpid()
 
     def _refuse_forked(self) -> None:
-        if self._is_forked:
+        if self.is_forked:
             raise ConfigError(f"this Checkpointer belongs to process {self._pid}, of which this is a forked child")
 
     @property
@@ -509,7 +517,7 @@ class Checkpointer:
             Timeout: the copy did not finish within ``options.fence_timeout``, and up to 10 s more.
         """
         parts = self._opened
-        if self._is_forked:
+        if self.is_forked:
             return 0.0  # a child has none of the copies, and must not write to the parent's file
         in_flight = parts.saves.in_flight if parts is not None else None
         if parts is None or in_flight is None or in_flight.snapshot is None:
@@ -538,7 +546,7 @@ class Checkpointer:
 
     def poll(self) -> list[Outcome]:
         """Outcomes of earlier saves since the last call. Collective: no. Blocks: no."""
-        if self._opened is None or self._is_forked:
+        if self._opened is None or self.is_forked:
             return []
         saves = self._opened.saves
         if saves.in_flight is not None and saves.in_flight.snapshot is not None:
@@ -559,6 +567,7 @@ class Checkpointer:
             in_flight.supersedes.extend(names)  # stored in the manifest, so done even when this process is killed
         parts.session.client.send(Delete(names=names, after=parts.saves.newest))
 
+    @lets_handlers_raise
     def flush(
         self,
         stage: Stage = Stage.DURABLE,
@@ -590,7 +599,7 @@ class Checkpointer:
         if tier is not None and tier not in known:
             raise ConfigError(f"tier={tier!r}; pass one of {known}, or None for all")
         parts = self._opened
-        if parts is None or self._is_forked:
+        if parts is None or self.is_forked:
             return True
         client, saves = parts.session.client, parts.saves
         deadline = time.monotonic() + timeout.total_seconds()
@@ -619,6 +628,7 @@ class Checkpointer:
                 done = flushed()
         return done
 
+    @lets_handlers_raise
     def _wait(self, ticket: Ticket, stage: Stage, tier: str | None, timeout_s: float) -> None:
         parts = self._opened
         assert parts is not None  # because there is a ticket
@@ -632,6 +642,7 @@ class Checkpointer:
                 return
             parts.saves.wait(left)
 
+    @lets_handlers_raise
     def close(
         self, *, flush: bool = True, timeout: timedelta = timedelta(minutes=10), reason: str = "finished"
     ) -> None:
@@ -643,12 +654,11 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
-        if self._is_forked:
+        if self.is_forked:
             return  # a child has neither the threads nor the connection
         parts = self._opened
         if parts is None:
             return
-        session = parts.session
         done = not flush
         try:
             if flush:
@@ -665,31 +675,41 @@ class Checkpointer:
                     self.options.drain_timeout,
                 )
         finally:
+            self._end(parts, reason, patient=flush and done, done=done)
+
+    def _end(self, parts: _Parts, reason: str, *, patient: bool, done: bool) -> None:
+        session = parts.session
+        idle_s = _IDLE_AGENT_S if done else _BUSY_AGENT_S
+        if done and session.client.config.only_files:
+            idle_s = _FILES_AGENT_S
+        if reason != "finished" and self.world_size > 1:
+            idle_s = min(idle_s, _FAILED_S)
+        # Where the agent removes its folder at the end, a script that lists the directory afterwards must find that
+        # done.
+        others_s = idle_s if session.client.config.only_files else 0.0
+        with ExitStack() as last_first:  # all of it, also when Ctrl-C ends one of these early
+            last_first.callback(session.events.close)
+            last_first.callback(parts.saves.summarise)
+            last_first.callback(parts.saves.process_messages)
+            last_first.callback(_disconnect, session, idle_s, others_s)
+            last_first.callback(session.client.send, Bye(finished=reason == "finished"))
+            # Where the agent removes its folder at the end, an event that is written for the first time after that
+            # would make it anew.
+            last_first.callback(session.events.drain)
+            last_first.callback(parts.arena.close)
+            last_first.callback(parts.copier.close)
             session.events.emit(EventKind.JOB_TERMINATED, reason=reason)
             deadline = time.monotonic() + _TRACES_S
             for trace in parts.traces:
                 left = max(0.0, deadline - time.monotonic())
-                trace.close(timeout_s=left, patience_s=left / 2 if flush and done else 0.0)
-            parts.copier.close()
-            parts.arena.close()
-            # Where the agent removes its folder at the end, an event that is written for the first time after that
-            # would make it anew.
-            session.events.drain()
-            session.client.send(Bye(finished=reason == "finished"))
-            idle_s = _IDLE_AGENT_S if done else _BUSY_AGENT_S
-            if done and session.client.config.only_files:
-                idle_s = _FILES_AGENT_S
-            if reason != "finished" and self.world_size > 1:
-                idle_s = min(idle_s, _FAILED_S)
-            # Where the agent removes its folder at the end, a script that lists the directory afterwards must find that
-            # done.
-            session.client.close(timeout_s=idle_s, others_s=idle_s if session.client.config.only_files else 0.0)
-            parts.saves.process_messages()
-            parts.saves.summarise()
-            session.events.close()
+                trace.close(timeout_s=left, patience_s=left / 2 if patient else 0.0)
 
     def __enter__(self) -> Checkpointer:
-        self.open()
+        try:
+            self.open()
+        except BaseException:  # Ctrl-C may come when it is open already
+            self.close(flush=False, reason="exception")
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -697,6 +717,7 @@ class Checkpointer:
 
     # -- load -----------------------------------------------------------------------------------------------------
 
+    @lets_handlers_raise
     def load(
         self,
         *,
@@ -744,6 +765,7 @@ class Checkpointer:
         self.fence()
         return parts.restorer.load(planner=planner, step=step, allow_pickle=allow_pickle, saved=parts.saves.newest)
 
+    @lets_handlers_raise
     def steps(self) -> list[tuple[StepId, tuple[str, ...]]]:
         """Steps that could be restored now, newest first, with their names. Collective: yes.
 
@@ -765,6 +787,14 @@ class _Parts:
     schedule: RemoteSchedule
     restorer: Restorer
     traces: list[SaveTrace] = dataclasses.field(default_factory=list)  # some of them are still being written
+
+
+def _disconnect(session: Session, timeout_s: float, others_s: float) -> None:
+    try:
+        session.client.close(timeout_s=timeout_s, others_s=others_s)
+    except BaseException:  # Ctrl-C: the next engine of this directory must not wait for this one
+        session.client.close(timeout_s=0.5)
+        raise
 
 
 @dataclass(frozen=True, kw_only=True)

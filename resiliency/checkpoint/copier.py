@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from resiliency.checkpoint import _freed_memory
 from resiliency.checkpoint._cuda import DeviceCopies
@@ -53,8 +54,12 @@ class Copier:
         ]
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         close_when_left(self, Copier.close)
-        for thread in (self._thread, *self._helpers):
-            thread.start()
+        try:
+            for thread in (self._thread, *self._helpers):
+                thread.start()
+        except BaseException:
+            self.close()
+            raise
 
     def start(
         self,
@@ -198,6 +203,7 @@ class Copier:
             current.decide(fenced=True)
         ends = time.monotonic() + _END_S
         for thread in (self._thread, *self._helpers):
-            thread.join(timeout=max(0.0, ends - time.monotonic()))
+            with suppress(RuntimeError):  # not started, as Ctrl-C came first; if it starts yet, it ends by itself
+                thread.join(timeout=max(0.0, ends - time.monotonic()))
         if any(thread.is_alive() for thread in (self._thread, *self._helpers)):
             logger.warning("the copy thread is still copying after 60 s; it ends with the process")

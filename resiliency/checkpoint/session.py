@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -76,6 +76,11 @@ class Session:
     client: AgentClient
     host_part: HostPart
     local_tier: LocalTier
+
+    def abandon(self) -> None:
+        """Ends a session that was not opened to the end: the agent must not wait for this rank. Blocks: up to 2 s."""
+        self.client.close(timeout_s=2.0)
+        self.events.close()
 
 
 def _make_run_folder(directory: str, run: str, rank: int, meta: str) -> str:
@@ -264,43 +269,52 @@ def open_session(
         only_files=local.only_files and not remotes and len(local_ranks) == world_size,
     )
     client = AgentClient(config, rank, events, embedded=options.agent == "embedded")
-    problem, in_use = "", False
-    try:
-        client.open()
-    except Exception as error:  # Boundary: reported to the other ranks before this rank raises.
-        problem, failure = f"rank {rank}: {error}", error
-        in_use = isinstance(error, DirectoryInUse)
-    ready = AgentReady(embedded=client.embedded, problem=problem, in_use=in_use)
-    try:
-        answers = gather(coordinator, "agent", ready, timeout=options.agree_timeout)
-    except BaseException:  # a rank is missing, or this one was interrupted: the agent must not wait for this rank
-        client.close(timeout_s=2.0)
-        events.close()
-        raise
-    problems = [answer.problem for answer in answers if answer.problem]
-    if problem:
-        client.close(timeout_s=2.0)
-        if in_use or not any(answer.in_use for answer in answers):
-            raise failure
-    if problems:
-        client.close()
-        if any(answer.in_use for answer in answers):
-            raise DirectoryInUse("; ".join(problems))
-        raise TierError("; ".join(problems), retryable=False)
-    together = len(set(nodes)) == 1 and not any(answer.embedded for answer in answers)
-    return Session(
+    session = Session(
         attempt,
         token,
         lineage,
         nodes,
         node,
         local_ranks,
-        together,
+        False,
         events,
         client,
         _host_part(rank, local_ranks, shared),
         local_tier,
     )
+    try:
+        embedded = _connect(session, coordinator, options.agree_timeout)
+        return replace(session, together=len(set(nodes)) == 1 and not embedded)
+    except BaseException:  # also when a rank is missing, or this one was interrupted
+        session.abandon()
+        raise
+
+
+def _connect(session: Session, coordinator: Coordinator, timeout: timedelta) -> bool:
+    """Connects to the agent; returns whether a rank does its agent's work itself. Collective: yes.
+
+    Raises:
+        Exception: on all ranks when one cannot.
+    """
+    client = session.client
+    problem, in_use = "", False
+    try:
+        client.open()
+    except Exception as error:  # Boundary: reported to the other ranks before this rank raises.
+        problem, failure = f"rank {coordinator.rank}: {error}", error
+        in_use = isinstance(error, DirectoryInUse)
+    ready = AgentReady(embedded=client.embedded, problem=problem, in_use=in_use)
+    answers = gather(coordinator, "agent", ready, timeout=timeout)
+    problems = [answer.problem for answer in answers if answer.problem]
+    if problem and (in_use or not any(answer.in_use for answer in answers)):
+        raise failure
+    if problems:
+        if not problem:
+            client.close()
+        if any(answer.in_use for answer in answers):
+            raise DirectoryInUse("; ".join(problems))
+        raise TierError("; ".join(problems), retryable=False)
+    return any(answer.embedded for answer in answers)
 
 
 def _host_part(rank: int, local_ranks: Sequence[int], shared: bool) -> HostPart:

@@ -299,15 +299,18 @@ def other_writer(trainer: Any) -> str:
 
 
 def _is_replaced(io: Any) -> bool:
-    """True when other code has replaced what Lightning's own CheckpointIO saves with: it wants to see the saves."""
-    if "save_checkpoint" in vars(io):
+    """True when other code has replaced what Lightning's own CheckpointIO saves or removes with: it wants to see the
+    checkpoints."""
+    if not {"save_checkpoint", "remove_checkpoint"}.isdisjoint(vars(io)):
         return True
-    writers = type(io).save_checkpoint, getattr(sys.modules[type(io).__module__], "_atomic_save", None)
-    for writer in writers:
-        of_lightning = str(getattr(writer, "__module__", "")).startswith(_FABRICS)
-        if writer is not None and (not of_lightning or hasattr(writer, "__wrapped__")):
-            return True
-    return False
+    saves = type(io).save_checkpoint, getattr(sys.modules[type(io).__module__], "_atomic_save", None)
+    return any(one is not None and _is_of_others(one) for one in (*saves, type(io).remove_checkpoint))
+
+
+def _is_of_others(function: Any) -> bool:
+    """True for a function of code outside Lightning, or one that such code has wrapped."""
+    of_lightning = str(getattr(function, "__module__", "")).startswith(_FABRICS)
+    return not of_lightning or hasattr(function, "__wrapped__")
 
 
 def _is_users(strategy: Any, method: str) -> bool:
@@ -339,7 +342,9 @@ def weights_only_of(namespace: str, given: bool | None) -> bool | None:
 
 
 def patch_load_checkpoint(trainer: Any, load: Callable[[str, bool | None], dict[str, Any] | None]) -> None:
-    """Makes the strategy's CheckpointIO call ``load(path, weights_only)`` first, and its own method if it gets None."""
+    """Makes the strategy's CheckpointIO call ``load(path, weights_only)`` first, and its own method if it gets None.
+
+    A function that other code has put in the place of that method gets every file, as in stock Lightning."""
     io = trainer.strategy.checkpoint_io
     # Replaces an earlier patch, because several trainers may use one plugin object, one after the other.
     patched = io.__dict__.get("load_checkpoint")
@@ -362,6 +367,8 @@ class _LoadOursFirst:
 
     def __call__(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         given = kwargs.get("weights_only")
+        if _is_of_others(self.original) and os.path.isfile(path):
+            return self.original(path, *args, **kwargs)
         found = self.load(os.fspath(path), self.weights_only if given is None else given)
         return self.original(path, *args, **kwargs) if found is None else found
 

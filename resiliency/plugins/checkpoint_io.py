@@ -29,7 +29,7 @@ from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.errors import ResiliencyError, UnsupportedFormat
 from resiliency.inspection.by_path import locate_and_load
-from resiliency.launch.interruption import raised_by_a_handler
+from resiliency.interruption import raised_by_a_handler
 from resiliency.plugins._io_engines import EngineUse, FolderEngine
 from resiliency.plugins._lightning import in_a_run, torch_save_is_replaced, weights_only_of
 from resiliency.plugins.namespaces import AdapterClass

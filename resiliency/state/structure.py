@@ -26,7 +26,7 @@ from torch.nn import Parameter
 from torch.storage import TypedStorage, UntypedStorage
 
 from resiliency.errors import ConfigError
-from resiliency.launch.interruption import raised_by_a_handler
+from resiliency.interruption import raised_by_a_handler
 from resiliency.state.describe import MEMO_BYTES, MEMO_FROM, STORAGE_CLASSES, Table, describe_all
 from resiliency.storage.shard_file import LEAF_PREFIX
 

@@ -221,6 +221,28 @@ def test_what_a_wrapper_does_with_the_file_is_left_as_with_the_stock_class(
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("does", ["writes beside and renames", "replaces"])
+def test_what_a_wrapper_moves_or_replaces_is_not_kept_for_ever(does: str, tmp_path: Path) -> None:
+    """The engine's own copy of a step goes like one of a step whose file is there."""
+    arguments: dict[str, Any] = {"every_n_train_steps": 1, "monitor": "step", "mode": "max", "filename": "{step}"}
+    trainer = make_trainer(PL, [ours(PL, tmp_path, **arguments)], root=tmp_path)
+    original, steps = trainer.save_checkpoint, []
+
+    def save_checkpoint(path: Any, *further: Any) -> None:
+        written = f"{path}.tmp" if does.startswith("writes") else path
+        original(written, *further)
+        if does == "replaces":
+            torch.save(torch.load(path), f"{path}.tmp")
+        os.replace(f"{path}.tmp", path)
+        steps.append(trainer.global_step)
+
+    trainer.save_checkpoint = save_checkpoint
+    trainer.fit(make_net(PL), loader())
+    assert len(steps) == 12
+    assert [path.name for path in tmp_path.glob("*.ckpt*")] == [Path(trainer.checkpoint_callback.best_model_path).name]
+    assert len(list(tmp_path.glob(".resiliency/*/steps/*"))) <= 2
+
+
 def test_a_save_by_a_wrapper_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     callback = ours(PL, tmp_path / "ckpts", every_n_train_steps=4, save_top_k=-1, filename="{step}")
     trainer = make_trainer(PL, [callback], root=tmp_path)

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -23,10 +24,12 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from resiliency import faultpoints
+from resiliency.agent.client import AgentClient
 from resiliency.callbacks._saver import CheckpointSaver
 from resiliency.checkpoint import session
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
+from resiliency.checkpoint.save_tracker import SaveTracker
 from resiliency.storage.meta_folder import meta_folder
 from resiliency.storage.stage import Stage
 from tests.agent_forks import VARIABLE
@@ -239,6 +242,83 @@ def test_what_a_signals_handler_raises_in_a_save_ends_the_fit(
         assert trainer.global_step == 2
     finally:
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(AgentClient, "open"), (SaveTracker, "wait"), (AgentClient, "flush"), (AgentClient, "close")],
+    ids=["the engine starts", "a path is read", "the fit ends", "the engine closes"],
+)
+@pytest.mark.parametrize("error", [TimeoutError, RuntimeError])
+def test_what_a_signals_handler_raises_in_a_wait_ends_the_fit(
+    error: type[Exception], owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``signal.alarm`` around a fit does. It was taken for an error of the agent, and the fit went on."""
+
+    def handler(*_: Any) -> None:
+        raise error("of the handler")
+
+    real, sent = getattr(owner, name), []
+
+    def waits(*arguments: Any, **further: Any) -> Any:
+        if not sent:
+            sent.append(1)
+            signal.raise_signal(signal.SIGALRM)
+        return real(*arguments, **further)
+
+    class Reader(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            assert isinstance(trainer.checkpoint_callback.best_model_path, str)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    faultpoints.arm("agent.manifest.write:delay=0.05@*")
+    try:
+        monkeypatch.setattr(owner, name, waits)
+        trainer = make_trainer(PL, [Reader(), ours(PL, tmp_path, **EVERY)], root=tmp_path)
+        with pytest.raises(error, match="of the handler"):
+            trainer.fit(make_net(PL), loader())
+        assert sent and signal.getsignal(signal.SIGALRM) is handler
+    finally:
+        faultpoints.arm("")
+        signal.signal(signal.SIGALRM, before)
+    made = make_trainer(PL, [ours(PL, tmp_path, **EVERY)], root=tmp_path)
+    began = time.monotonic()
+    made.fit(make_net(PL), loader())
+    assert made.global_step == 12 and time.monotonic() - began < 15, "an engine that is refused the folder waits 20 s"
+
+
+_FORKS = """
+import os, sys
+from pathlib import Path
+import lightning.pytorch as pl
+import torch
+from tests.callbacks.harness import loader, make_net, make_trainer, ours
+
+torch.set_num_threads(1)  # those of torch's kernels are lost in a fork
+children, parent, root = [], os.getpid(), Path(sys.argv[1])
+
+class Forks(pl.Callback):
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.global_step == 5:
+            children.append(os.fork())
+
+callback = ours("lightning.pytorch", root / "run", save_last=True, every_n_train_steps=2, filename="{step}")
+trainer = make_trainer("lightning.pytorch", [Forks(), callback], root=root)
+trainer.fit(make_net("lightning.pytorch"), loader())
+if os.getpid() != parent:
+    (root / "child").write_text(str(trainer.global_step))
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
+"""
+
+
+def test_a_forked_child_that_trains_on_writes_as_the_stock_class(tmp_path: Path) -> None:
+    """It has neither the threads of the engine nor its connection; its fit ended with an error."""
+    code = [sys.executable, "-c", _FORKS, str(tmp_path)]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "child").read_text() == "12"
+    assert torch.load(tmp_path / "run" / "last.ckpt")["global_step"] == 12
 
 
 def test_a_directory_that_can_be_read_but_not_written_is_still_resumed_from(

@@ -19,6 +19,7 @@ from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.plugins.checkpoint_io import build as build_io
 from tests.callbacks.harness import EMBEDDED, NAMESPACES, loader, make_net, make_trainer, names, ours, stock
 
+PL = "lightning.pytorch"
 EVERY: dict[str, Any] = {"every_n_train_steps": 3, "save_top_k": -1, "filename": "{step}"}
 FILES = ["step=12.ckpt", "step=3.ckpt", "step=6.ckpt", "step=9.ckpt"]
 
@@ -103,6 +104,45 @@ def test_a_function_in_the_place_of_one_of_the_stock_plugin_is_called(
     trainer.fit(make_net(namespace), loader())
     assert len(seen) == 4 and len(said(caplog)) == 1 and "TorchCheckpointIO" in said(caplog)[0]
     assert sorted(os.listdir(tmp_path)) == FILES
+
+
+@pytest.mark.parametrize("where", ["instance", "class"])
+def test_a_function_in_the_place_of_the_stock_plugins_remove_is_called(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that keeps what others would delete loses nothing."""
+    trainer = make_trainer(PL, [ours(PL, tmp_path, **EVERY | {"save_top_k": 1})], root=tmp_path)
+    io, kept = trainer.strategy.checkpoint_io, []
+    value: Any = lambda path: kept.append(Path(path).name)  # noqa: E731
+    if where == "class":
+        monkeypatch.setattr(type(io), "remove_checkpoint", lambda self, path: value(path))
+    else:
+        io.remove_checkpoint = value
+    trainer.fit(make_net(PL), loader())
+    assert len(kept) > 2 and len(said(caplog)) == 1 and "TorchCheckpointIO" in said(caplog)[0]
+    assert set(kept) < set(os.listdir(tmp_path))
+
+
+@pytest.mark.parametrize("where", ["instance", "class"])
+def test_a_function_in_the_place_of_the_stock_plugins_load_gets_every_file(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_trainer(PL, [ours(PL, tmp_path, **EVERY)], root=tmp_path).fit(make_net(PL), loader())
+    path, seen = next(tmp_path.glob("*.ckpt")), []
+    trainer = make_trainer(PL, [ours(PL, tmp_path, **EVERY)], root=tmp_path, max_epochs=3)
+    io = trainer.strategy.checkpoint_io
+    real = type(io).load_checkpoint
+
+    def load(path: Any, *arguments: Any, **named: Any) -> Any:
+        seen.append(Path(path).name)
+        return real(io, path, *arguments, **named)
+
+    if where == "class":
+        monkeypatch.setattr(type(io), "load_checkpoint", lambda self, *arguments, **named: load(*arguments, **named))
+    else:
+        io.load_checkpoint = load
+    trainer.fit(make_net(PL), loader(), ckpt_path=str(path))
+    assert seen == [path.name]
 
 
 def links(folder: Path) -> dict[str, str]:

@@ -132,6 +132,35 @@ def test_what_the_hook_changes_after_it_has_read_a_path_is_in_the_save(lazy: boo
     assert content(tmp_path / "last.ckpt")["state_dict"]["batches"] == 6
 
 
+@pytest.mark.parametrize("does", ["annotates", "writes into", "moves", "deletes"])
+def test_what_the_hook_does_with_the_file_stays(does: str, tmp_path: Path) -> None:
+    """The save at the end of the hook does not write over it, as the stock class would not."""
+    results = []
+    for make in (stock, ours):
+        folder, module = tmp_path / make.__name__, make_net(PL)
+        callback = stock(PL)(folder, **BEST) if make is stock else ours(PL, folder, **BEST)
+
+        def use(*_: Any, module: Any = module, callback: Any = callback) -> None:
+            path = callback.best_model_path
+            if module.trainer.global_step % 2 or not os.path.exists(path):
+                return
+            if does == "moves":
+                os.rename(path, f"{path}.kept")
+            elif does == "deletes":
+                os.remove(path)
+            else:
+                found = torch.load(path) | {"mine": module.trainer.global_step}
+                torch.save(found, path if does == "writes into" else f"{path}.new")
+                if does == "annotates":
+                    os.replace(f"{path}.new", path)
+
+        module.on_train_batch_end = use
+        make_trainer(PL, [callback], root=tmp_path, max_steps=6).fit(module, loader())
+        made = {path.name: torch.load(path) for path in folder.glob("step*")}
+        results.append({name: (one["global_step"], one.get("mine")) for name, one in made.items()})
+    assert results[0] == results[1]
+
+
 def test_a_logger_that_reads_paths_of_another_callback_finds_files_with_what_the_hook_changes(tmp_path: Path) -> None:
     """It is told of earlier saves while that callback's save waits for the end of the module's hook."""
     module = make_net(PL)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
 
@@ -19,6 +21,7 @@ import torch
 from resiliency.checkpoint import _freed_memory
 from resiliency.checkpoint import checkpointer as checkpointer_module
 from resiliency.checkpoint import snapshot as snapshot_module
+from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.copier import Copier
 from resiliency.checkpoint.copy_sources import CopyTask
@@ -184,25 +187,43 @@ def test_the_training_thread_enters_no_lock_in_python_code(agent: Any, lazy: boo
     assert saved == [True, True] and not entered, "\n".join(entered)
 
 
+def _ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
+def _loses_errors(code: CodeType) -> bool:
+    """Where Python drops what is raised, or makes another error of it."""
+    return code.co_name == "__del__" or code is threading.Thread.start.__code__
+
+
+#: Moments at which an object is there and nobody has it yet: a thread of its own may stay, which does nothing.
+_BETWEEN = (("return", "__init__"), ("return", "open_session"))
+
+
 class Interruption:
     """A profiler that raises at the n-th moment at which Python may run a signal's handler: the begin and the end of a
     function, and the end of one in C. Of those in this package and in ``threading``, on this thread."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, raises: Callable[[], object] = _ctrl_c) -> None:
         self.number = number
+        self.raises = raises
         self.where = ""
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if self.where or event == "c_call" or code.co_name == "<genexpr>":  # of which Python drops what close() raises
+        if self.where or event == "c_call":
+            return
+        if code.co_flags & inspect.CO_GENERATOR:  # Python drops what is raised in a generator that it closes
             return
         if "/resiliency/" not in code.co_filename and code.co_filename != threading.__file__:
             return
-        self.number -= 1
-        if self.number == 0:
+        self.number = max(0, self.number - 1)
+        if (event, code.co_name) in _BETWEEN:
+            return
+        if self.number == 0 and not any(_loses_errors(one.f_code) for one, _ in traceback.walk_stack(frame)):
             self.where = f"{event}\n" + "".join(traceback.format_stack(frame, 4))
             sys.setprofile(None)
-            raise KeyboardInterrupt
+            self.raises()
 
 
 @pytest.mark.parametrize(
@@ -246,6 +267,53 @@ def test_ctrl_c_at_any_moment_is_raised_and_harms_no_checkpoint(
             checkpointer.poll()
             number, step, tried = number + stride, step + 1, tried + 1
     assert tried > 300 / stride
+
+
+class OfTheHandler(OSError):
+    """Of a kind that files and sockets raise, too, as TimeoutError is."""
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of files and sockets that were just made: collected by Python
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("agent", "stride"), [("embedded", 4), ("process", 41)])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OfTheHandler])
+def test_what_a_handler_raises_while_the_engine_starts_is_raised_and_leaves_nothing(
+    error: type[BaseException], agent: Any, stride: int, tmp_path: Path
+) -> None:
+    """Then the directory is free for the next one, in this process too."""
+
+    def handler(*_: Any) -> None:
+        raise error
+
+    number, tried = 1, 0
+    before = signal.signal(signal.SIGUSR2, handler)
+    try:
+        while True:
+            interruption = Interruption(number, lambda: signal.raise_signal(signal.SIGUSR2))
+            folder = tmp_path / str(tried // 20)  # each try leaves the claim of its attempt
+            checkpointer = Checkpointer(folder, run="r", rank=0, world_size=1, options=CheckpointerOptions(agent=agent))
+            raised = False
+            try:
+                sys.setprofile(interruption)
+                checkpointer.open()
+            except error:
+                raised = True
+            finally:
+                sys.setprofile(None)
+                checkpointer.close(flush=False)
+            if not interruption.where:
+                break
+            assert raised, interruption.where
+            ours = [thread for thread in threading.enumerate() if thread.name.startswith("resiliency-")]
+            for thread in ours:
+                with suppress(RuntimeError):  # it did not start
+                    thread.join(10)
+                assert not thread.is_alive(), f"{thread.name}: {interruption.where}"
+            assert signal.getsignal(signal.SIGUSR2) is handler, interruption.where
+            number, tried = number + stride, tried + 1
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert tried > 500 / stride
 
 
 @pytest.mark.parametrize("where", ["the fence begins", "the copy is queued"])

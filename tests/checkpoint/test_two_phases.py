@@ -109,7 +109,9 @@ def test_a_copy_that_was_done_before_the_change_is_kept(checkpointer: Checkpoint
     elif wait == "polls":
         checkpointer.poll()
     else:
-        sum(range(1000))
+        deadline = time.monotonic() + SOON.total_seconds()
+        while not snapshot.decided and time.monotonic() < deadline:  # the copy thread asks in a moment
+            sum(range(1000))
     slow_change(state)
     checkpointer.fence()
     ticket.wait(Stage.COMMITTED, timeout=SOON)

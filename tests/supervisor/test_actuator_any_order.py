@@ -98,12 +98,11 @@ class Machine(RuleBasedStateMachine):
     def bring_back(self, name: str) -> None:
         self.all.bring_back(name)
 
-    @rule(data=st.data())
-    def answer_again(self, data: st.DataObject) -> None:
+    @rule(ago=st.integers(0, 11), shift=st.sampled_from([(0, 0), (1, 0), (0, -1), (0, 1)]))
+    def answer_again(self, ago: int, shift: tuple[int, int]) -> None:
         """An answer of before, as it was, or of another epoch or step."""
         if self.all.said:
-            name, ended = data.draw(st.sampled_from(self.all.said[-12:]))
-            shift = data.draw(st.sampled_from([(0, 0), (1, 0), (0, -1), (0, 1)]))
+            name, ended = self.all.said[-1 - ago % len(self.all.said)]
             self.all.hosts[name].say(
                 StepEnded(plan=ended.plan, at=ended.at + shift[0], epoch=ended.epoch + shift[1], problem=ended.problem)
             )
