@@ -63,7 +63,7 @@ def lets_handlers_raise(function: Callable[Arguments, Result]) -> Callable[Argum
 
     While the function runs on the main thread the handlers are replaced, so that what they raise is no Exception; the
     function then raises it as it was. Where it, or Ctrl-C, has led to another error, it is raised in place of that.
-    Costs: about 10 us a call.
+    Costs: about 0.1 ms a call.
     """
 
     @functools.wraps(function)

@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ import torch
 from resiliency.callbacks import goodput
 from resiliency.callbacks.model_checkpoint import build
 from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.storage.stage import Stage
 from tests.callbacks.harness import NAMESPACES, content, differences, loader, make_net, make_trainer, names, ours, stock
 
 PL = "lightning.pytorch"
@@ -231,6 +233,7 @@ def test_what_a_wrapper_moves_or_replaces_is_not_kept_for_ever(does: str, tmp_pa
     def save_checkpoint(path: Any, *further: Any) -> None:
         written = f"{path}.tmp" if does.startswith("writes") else path
         original(written, *further)
+        trainer.checkpoint_callback._saver.settle(Stage.DURABLE, timedelta(seconds=20))
         if does == "replaces":
             torch.save(torch.load(path), f"{path}.tmp")
         os.replace(f"{path}.tmp", path)
