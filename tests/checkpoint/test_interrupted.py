@@ -187,8 +187,27 @@ def test_the_training_thread_enters_no_lock_in_python_code(agent: Any, lazy: boo
     assert saved == [True, True] and not entered, "\n".join(entered)
 
 
-def _ctrl_c() -> None:
-    raise KeyboardInterrupt
+class OfTheHandler(OSError):
+    """Of a kind that files and sockets raise, too, as TimeoutError is."""
+
+
+@pytest.fixture
+def usr2() -> Iterator[Callable[[type[BaseException]], None]]:
+    """Sets what the handler of SIGUSR2 raises."""
+    before = signal.getsignal(signal.SIGUSR2)
+
+    def set_handler(error: type[BaseException]) -> None:
+        def handler(*_: Any) -> None:
+            raise error
+
+        signal.signal(signal.SIGUSR2, handler)
+
+    yield set_handler
+    signal.signal(signal.SIGUSR2, before)
+
+
+def _usr2() -> None:
+    signal.raise_signal(signal.SIGUSR2)
 
 
 def _loses_errors(code: CodeType) -> bool:
@@ -204,7 +223,7 @@ class Interruption:
     """A profiler that raises at the n-th moment at which Python may run a signal's handler: the begin and the end of a
     function, and the end of one in C. Of those in this package and in ``threading``, on this thread."""
 
-    def __init__(self, number: int, raises: Callable[[], object] = _ctrl_c) -> None:
+    def __init__(self, number: int, raises: Callable[[], None]) -> None:
         self.number = number
         self.raises = raises
         self.where = ""
@@ -227,19 +246,27 @@ class Interruption:
 
 
 @pytest.mark.parametrize(
-    ("lazy", "agent", "stride"), [(True, "embedded", 1), (False, "embedded", 2), (True, "process", 4)], ids=str
+    ("lazy", "agent", "stride", "error"),
+    [
+        (True, "embedded", 1, KeyboardInterrupt),
+        (False, "embedded", 2, KeyboardInterrupt),
+        (True, "process", 4, KeyboardInterrupt),
+        (True, "process", 3, OfTheHandler),
+    ],
+    ids=str,
 )
 def test_ctrl_c_at_any_moment_is_raised_and_harms_no_checkpoint(
-    lazy: bool, agent: Any, stride: int, tmp_path: Path
+    lazy: bool, agent: Any, stride: int, error: type[BaseException], tmp_path: Path, usr2: Callable[..., None]
 ) -> None:
     """The program goes on with a fence, changes what torch does not count, and saves again."""
+    usr2(error)
     local = LocalTierOptions(directory=str(tmp_path), keep=2)
     number, step, tried = 1, 0, 0
     with make_checkpointer(local, options=CheckpointerOptions(agent=agent)) as checkpointer:
         checkpointer.save(step, {"w": torch.zeros(4000)})
         assert checkpointer.flush(timeout=SOON)
         while True:
-            step, interruption, raised = step + 1, Interruption(number), False
+            step, interruption, raised = step + 1, Interruption(number, _usr2), False
             weights, name = torch.full((4000,), float(step)), f"{step}.ckpt"
             try:
                 sys.setprofile(interruption)
@@ -248,7 +275,7 @@ def test_ctrl_c_at_any_moment_is_raised_and_harms_no_checkpoint(
                 assert ticket is not None
                 ticket.wait(timeout=SOON)
                 checkpointer.poll()
-            except KeyboardInterrupt:
+            except error:
                 raised = True
             finally:
                 sys.setprofile(None)
@@ -269,50 +296,39 @@ def test_ctrl_c_at_any_moment_is_raised_and_harms_no_checkpoint(
     assert tried > 300 / stride
 
 
-class OfTheHandler(OSError):
-    """Of a kind that files and sockets raise, too, as TimeoutError is."""
-
-
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of files and sockets that were just made: collected by Python
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("agent", "stride"), [("embedded", 4), ("process", 41)])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OfTheHandler])
 def test_what_a_handler_raises_while_the_engine_starts_is_raised_and_leaves_nothing(
-    error: type[BaseException], agent: Any, stride: int, tmp_path: Path
+    error: type[BaseException], agent: Any, stride: int, tmp_path: Path, usr2: Callable[..., None]
 ) -> None:
     """Then the directory is free for the next one, in this process too."""
-
-    def handler(*_: Any) -> None:
-        raise error
-
-    number, tried = 1, 0
-    before = signal.signal(signal.SIGUSR2, handler)
-    try:
-        while True:
-            interruption = Interruption(number, lambda: signal.raise_signal(signal.SIGUSR2))
-            folder = tmp_path / str(tried // 20)  # each try leaves the claim of its attempt
-            checkpointer = Checkpointer(folder, run="r", rank=0, world_size=1, options=CheckpointerOptions(agent=agent))
-            raised = False
-            try:
-                sys.setprofile(interruption)
-                checkpointer.open()
-            except error:
-                raised = True
-            finally:
-                sys.setprofile(None)
-                checkpointer.close(flush=False)
-            if not interruption.where:
-                break
-            assert raised, interruption.where
-            ours = [thread for thread in threading.enumerate() if thread.name.startswith("resiliency-")]
-            for thread in ours:
-                with suppress(RuntimeError):  # it did not start
-                    thread.join(10)
-                assert not thread.is_alive(), f"{thread.name}: {interruption.where}"
-            assert signal.getsignal(signal.SIGUSR2) is handler, interruption.where
-            number, tried = number + stride, tried + 1
-    finally:
-        signal.signal(signal.SIGUSR2, before)
+    usr2(error)
+    number, tried, handler = 1, 0, signal.getsignal(signal.SIGUSR2)
+    while True:
+        interruption = Interruption(number, _usr2)
+        folder = tmp_path / str(tried // 20)  # each try leaves the claim of its attempt
+        checkpointer = Checkpointer(folder, run="r", rank=0, world_size=1, options=CheckpointerOptions(agent=agent))
+        raised = False
+        try:
+            sys.setprofile(interruption)
+            checkpointer.open()
+        except error:
+            raised = True
+        finally:
+            sys.setprofile(None)
+            checkpointer.close(flush=False)
+        if not interruption.where:
+            break
+        assert raised, interruption.where
+        ours = [thread for thread in threading.enumerate() if thread.name.startswith("resiliency-")]
+        for thread in ours:
+            with suppress(RuntimeError):  # it did not start
+                thread.join(10)
+            assert not thread.is_alive(), f"{thread.name}: {interruption.where}"
+        assert signal.getsignal(signal.SIGUSR2) is handler, interruption.where
+        number, tried = number + stride, tried + 1
     assert tried > 500 / stride
 
 
