@@ -1,8 +1,9 @@
 """The agent's threads where the system allows no further one: a job is refused with the reason, before any rank relies
-on the agent, and no agent is left behind."""
+on the agent, and no agent is left behind. And signals while the agent is talked to."""
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 import time
@@ -12,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from resiliency.agent import client as client_module
 from resiliency.agent import server
 from resiliency.agent._worker import Worker
 from resiliency.agent.client import AgentClient
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.core import HostAgent
-from resiliency.agent.messages import Hello, Welcome
+from resiliency.agent.messages import Bye, Hello, Welcome
 from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, pack
 from resiliency.agent.server import AgentServer
 from resiliency.errors import AgentError
@@ -162,4 +164,25 @@ def test_what_an_agent_in_the_trainer_refuses_is_an_error_and_no_later_wait(
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("resiliency-agent")]
     client.open()
     assert client.flush(Stage.COMMITTED, timeout_s=10)
+    client.close()
+
+
+def test_what_a_signals_handler_raises_while_a_message_is_sent_is_no_loss_of_the_agent(
+    config: AgentConfig, agent: threading.Thread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def handler(*_: Any) -> None:
+        raise TimeoutError("of the handler")
+
+    client = client_of(config)
+    client.open()
+    before = signal.signal(signal.SIGUSR2, handler)
+    try:
+        with monkeypatch.context() as interrupted, pytest.raises(TimeoutError, match="of the handler"):
+            interrupted.setattr(client_module, "pack", lambda message: signal.raise_signal(signal.SIGUSR2))
+            client.send(Bye())
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert client._socket is not None, "it has hung up"
+    client.send(seal_of(config, 3, write_shard(config, 3)))
+    assert client.flush(Stage.DURABLE, timeout_s=10)
     client.close()
