@@ -367,7 +367,8 @@ class _LoadOursFirst:
 
     def __call__(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         given = kwargs.get("weights_only")
-        if _is_of_others(self.original) and os.path.isfile(path):
+        ours = str(getattr(self.original, "__module__", "")).startswith("resiliency.")
+        if not ours and _is_of_others(self.original) and os.path.isfile(path):
             return self.original(path, *args, **kwargs)
         found = self.load(os.fspath(path), self.weights_only if given is None else given)
         return self.original(path, *args, **kwargs) if found is None else found

@@ -69,6 +69,14 @@ def test_our_own_plugin_is_no_other_writer(tmp_path: Path, caplog: pytest.LogCap
     assert said(caplog) == [] and sorted(os.listdir(tmp_path)) == FILES
 
 
+def test_with_our_own_plugin_a_resume_is_exact_too(tmp_path: Path) -> None:
+    """The plugin's own method, which knows nothing of loaders, is no function of others."""
+    for path in (None, str(tmp_path / "step=3.ckpt")):
+        trainer = make_trainer(PL, [ours(PL, tmp_path, **EVERY)], root=tmp_path, plugins=[build_io(PL)()])
+        trainer.fit(make_net(PL), loader(), ckpt_path=path)
+        assert trainer.global_step == 12, "the batches before the save were trained on again"
+
+
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_a_function_in_the_place_of_torch_save_is_called(
     namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
