@@ -280,6 +280,7 @@ def test_before_lightning_2_6_files_are_trusted_as_its_own_class_trusts_them(
     def load_checkpoint(self: Any, path: Any, map_location: Any = None) -> Any:
         return torch.load(path, map_location=map_location, weights_only=False)
 
+    load_checkpoint.__module__ = stock.__module__  # as Lightning's own, which it stands for
     monkeypatch.setattr(stock, "load_checkpoint", load_checkpoint)
     if way == "plugin":
         load = build(namespace)(options=EMBEDDED).load_checkpoint
