@@ -147,11 +147,12 @@ def _fork_standby(launcher: int) -> int:
     said_read, said = os.pipe()
     between = os.fork()
     if between == 0:
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
             os.close(said_read)
             os.close(said)
-            _wait_for_new_parent(launcher)
+            _wait_for_new_parent(parent)
             _die_with_parent(launcher)
             return 0
         os.write(said, pid.to_bytes(_PID_BYTES, "little"))
@@ -163,11 +164,10 @@ def _fork_standby(launcher: int) -> int:
     return pid
 
 
-def _wait_for_new_parent(launcher: int) -> None:
+def _wait_for_new_parent(parent: int) -> None:
     """Waits, up to 10 s, until the intermediate process has ended; the kernel gives its children a new parent before
-    the pidfd becomes readable."""
-    parent = os.getppid()
-    if parent != launcher:
+    the pidfd becomes readable. Not for the new parent, which is another one than the launcher when that has ended."""
+    if os.getppid() == parent:
         with suppress(ProcessLookupError):
             fd = os.pidfd_open(parent)
             select.select([fd], [], [], 10)

@@ -367,6 +367,43 @@ def test_nothing_is_left_when_the_launcher_ends(number: signal.Signals, launch: 
     assert job.left() == []
 
 
+_FORKED_AS_THE_LAUNCHER_ENDS = """
+import os, select, time
+from resiliency.launch import standby
+
+launcher = os.fork()
+if launcher == 0:
+    os._exit(0)
+os.waitpid(launcher, 0)
+real, forks = os.fork, []
+
+def fork():
+    forks.append(os.getpid())
+    pid = real()
+    if pid == 0 and len(forks) == 2:
+        while os.getppid() == forks[1]:  # the kernel has given it another parent, which does not end
+            time.sleep(0.01)
+    return pid
+
+os.fork = fork
+pid = standby._fork_standby(launcher)
+if pid == 0:
+    os._exit(7)
+try:
+    stays = not select.select([os.pidfd_open(pid)], [], [], 5)[0]
+except ProcessLookupError:
+    stays = False
+print("it stays" if stays else "it has ended")
+"""
+
+
+def test_a_standby_that_is_forked_as_the_launcher_ends_ends_at_once() -> None:
+    """It waited for ten seconds for the end of its new parent, which is init."""
+    code = [sys.executable, "-c", _FORKED_AS_THE_LAUNCHER_ENDS]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "it has ended\n", done.stderr
+
+
 def test_what_a_killed_rank_has_forked_ends_before_the_next_attempt(launch: Any, tmp_path: Path) -> None:
     script = """
         import os, sys, time
