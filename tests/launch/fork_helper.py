@@ -29,7 +29,7 @@ class ForkHelper:
         self._requests, requests = pair()
         if os.fork() == 0:
             self._requests.close()
-            _serve(requests, os.getppid(), run)
+            _serve(requests, run)
         requests.close()
 
     def fork(self, request: Mapping[str, Any], fds: Sequence[int]) -> int:
@@ -44,13 +44,14 @@ class ForkHelper:
         return int(answer[0]["pid"])
 
 
-def _serve(requests: Any, parent: int, run: Callable[[Mapping[str, Any], Sequence[int]], NoReturn]) -> NoReturn:
+def _serve(requests: Any, run: Callable[[Mapping[str, Any], Sequence[int]], NoReturn]) -> NoReturn:
     channel._MAX_FDS = _MOST_FDS  # of this process
     while (received := receive(requests)) is not None:
         request, fds = received
         said_read, said = os.pipe()
         between = os.fork()
         if between == 0:
+            parent = os.getpid()
             pid = os.fork()
             if pid == 0:
                 _wait_for_new_parent(parent)
