@@ -282,7 +282,7 @@ def test_the_background_sink_never_makes_the_emitter_wait_and_keeps_the_order() 
     began = time.monotonic()
     for step in range(50):
         events.emit("x", step=step)
-    assert time.monotonic() - began < 5 and slow.events == [], "the first of them takes ten seconds"
+    assert time.monotonic() - began < 1 and slow.events == []
     slow.go.set()
     events.close()
     assert [event.step for event in slow.events] == list(range(50)) and slow.closed

@@ -895,17 +895,18 @@ def test_threads_and_files_of_a_checkpointer_that_was_interrupted_twice_as_it_op
         session.events.emit("test")  # the log opens its file and its thread at the first event
         raise AttemptEnded("told")
 
-    def interrupted_again(self: Session) -> None:
-        raise AttemptEnded("told")
+    class InterruptedAgain(checkpointer.Copier):
+        def close(self) -> None:  # else the checkpointer closes what it has opened
+            raise AttemptEnded("told")
 
     monkeypatch.setattr(checkpointer, "SaveTracker", interrupted)
-    monkeypatch.setattr(Session, "abandon", interrupted_again)  # else it closes what it has opened
+    monkeypatch.setattr(checkpointer, "Copier", InterruptedAgain)
     before = _threads()
     options = CheckpointerOptions(events_dir=str(tmp_path / "log"))
     try:
         Checkpointer(LocalTierOptions(directory=str(tmp_path / "steps")), options=options).open()
     except AttemptEnded as error:
-        assert {"resiliency-agent-link", "resiliency-events"} <= set(_threads())
+        assert {"resiliency-agent-link", "resiliency-copy", "resiliency-events"} <= set(_threads())
         leave_attempt(error, children=child_processes(), handlers=signal_handlers())
     assert _threads() == before
     assert not [
