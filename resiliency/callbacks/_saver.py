@@ -681,8 +681,6 @@ class CheckpointSaver:
         self._names.update(names)
         self.session.going.difference_update(os.path.join(self.places.dirpath, name) for name in names)
         self.session.register_save(self.places.key, ticket, self)
-        if engine.pending:
-            self.session.fence_before_steps()
         if ends and not self._others_may_be_missing:
             # The end of training would wait for this save a moment later. Waiting now makes the checkpoint exist in the
             # on_train_end of other callbacks.

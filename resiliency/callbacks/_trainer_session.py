@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from resiliency.callbacks._early_changes import EarlyChanges
 from resiliency.callbacks._places import CheckpointPlaces, EngineKey
@@ -84,8 +83,6 @@ class TrainerSession:
         self.trace_save: Callable[[EngineKey], SaveTrace | None] = _no_trace
         self._early_changes = EarlyChanges()
         self.resume = Resume(trainer, self.engines, self.users)
-        self._optimizer_hook: Any = None
-        self._hook_end: Any = None
         self._receivers: dict[tuple[EngineKey, StepId], weakref.ref[OutcomeReceiver]] = {}
         self._step_events: StepEvents | None = None
 
@@ -130,6 +127,7 @@ class TrainerSession:
                 options=options,
                 sinks=self._sinks(),
             )
+            engine.before_step = self._before_step
             try:
                 engine.open()
             except BaseException:  # Ctrl-C may come when it is open already, and nobody else would close it
@@ -185,7 +183,6 @@ class TrainerSession:
 
     def end(self) -> None:
         """Undoes all changes to the trainer and to torch. Idempotent."""
-        self._remove_optimizer_hook()
         self.resume.end()
         _live.discard(self)
         if self.trainer.__dict__.get(_ATTRIBUTE) is self:
@@ -266,37 +263,14 @@ class TrainerSession:
         if self.lazy and self.trainer.lightning_module.automatic_optimization:
             self._early_changes.begin(self.trainer)
 
-    def fence_before_steps(self) -> None:
-        """Fences also before optimizer steps for which Lightning calls no hook. Idempotent; ``end`` undoes it."""
-        if self._optimizer_hook is None:
-            weak = weakref.WeakMethod(self._before_any_step)  # torch keeps the hook for the life of the process
-
-            def before_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                method = weak()
-                if method is not None:
-                    method(optimizer, args, kwargs)
-
-            self._optimizer_hook = register_optimizer_step_pre_hook(before_any_step)
-            self._hook_end = weakref.finalize(self, self._optimizer_hook.remove)
-
-    def _remove_optimizer_hook(self) -> None:
-        if self._optimizer_hook is not None:
-            self._hook_end.detach()
-            self._optimizer_hook.remove()
-            self._optimizer_hook = None
-
-    def _before_any_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not any(shared.engine.pending for shared in self.engines.values()):
-            return
+    def _before_step(self, optimizer: Optimizer, with_closure: bool) -> None:
         # With a closure in automatic optimisation the step runs the forward, and on_before_optimizer_step fences later.
-        with_closure = bool(args[1:]) or bool(kwargs.get("closure"))
-        if (
+        if not (
             with_closure
             and self.trainer.lightning_module.automatic_optimization
             and any(optimizer is known for known in self.trainer.optimizers)
         ):
-            return
-        self.fence()
+            self.fence()
 
 
 def _no_trace(key: EngineKey) -> None:

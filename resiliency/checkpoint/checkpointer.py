@@ -16,6 +16,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from resiliency import faultpoints
 from resiliency.agent.file_pool import MOST_READY, SMALL_FILE
@@ -43,6 +45,7 @@ from resiliency.checkpoint.save_tracker import SaveTracker
 from resiliency.checkpoint.session import Session, open_session
 from resiliency.checkpoint.shard_plan import ShardPlanner, Wanted
 from resiliency.checkpoint.snapshot import Snapshot
+from resiliency.checkpoint.step_hook import StepHook
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket, checked_stage
 from resiliency.checkpoint.upload_schedule import RemoteSchedule
 from resiliency.errors import ConfigError
@@ -144,6 +147,11 @@ class Checkpointer:
         self._remote_tiers = [open_tier(r.address, name=r.name, **_store_options(r)) for r in self._remotes]
         self._planner = ShardPlanner(rank=self.rank, world_size=self.world_size, small_nbytes=self.options.lazy_bytes)
         self._opened: _Parts | None = None
+        #: Replaces the fence before an optimizer step that the saving thread makes while a copy is pending; called with
+        #: the optimizer, and whether its ``step`` was given a closure. For a trainer that fences within the closure.
+        self.before_step: Callable[[Optimizer, bool], object] | None = None
+        self._step_hook: StepHook | None = None
+        self._saving_thread = 0
         self._pid = os.getpid()
         self._closed = False
         #: (tier, save) whose missing parts of other ranks a flush waits for -> monotonic seconds when the first began.
@@ -343,7 +351,8 @@ class Checkpointer:
         Blocks: while it copies what is not lazy; up to ``options.previous_save_timeout`` when the previous save is not
           recorded yet.
         Safe after return: everything when ``lazy`` is False. Otherwise lazy tensors must not change before
-        :meth:`fence` returns; the Python objects, the small tensors and everything not lazy may.
+        :meth:`fence` returns, which a step of an optimizer of torch calls first; the Python objects, the small tensors
+        and everything not lazy may.
 
         Args:
             step: number of the optimizer step, >= 0.
@@ -396,6 +405,7 @@ class Checkpointer:
 
     def _save(self, state: Any, request: _Request) -> Ticket | None:
         began = time.monotonic()
+        self._saving_thread = threading.get_ident()
         parts, trace, step, lazy = self._parts(), request.trace, request.step, request.lazy
         session, saves = parts.session, parts.saves
         faultpoints.hit("save.begin", rank=self.rank)
@@ -455,6 +465,8 @@ class Checkpointer:
             faultpoints.hit("save.fill", rank=self.rank)
             if lazy is False:
                 self.fence()
+            elif self._step_hook is None:
+                self._step_hook = StepHook(self._before_any_step)
             parts.schedule.count_save()
             ticket.stall_s = time.monotonic() - began
             session.events.emit(
@@ -502,7 +514,8 @@ class Checkpointer:
         return False
 
     def fence(self) -> float:
-        """Waits until no pending copy reads live tensors; call it before anything changes them.
+        """Waits until no pending copy reads live tensors; call it before anything changes them. Each step of an optimizer
+        of torch calls it by itself.
 
         A lazily copied save is committed only after this thread has verified that nothing changed during the copy:
         here, in :meth:`poll`, or, on the main thread, automatically soon after the copy. If something has changed, the
@@ -537,6 +550,23 @@ class Checkpointer:
         elif waited > 1e-3:
             parts.session.events.emit(EventKind.CHECKPOINT_FENCED, step=in_flight.ticket.step, stall_s=round(waited, 6))
         return waited
+
+    def _before_any_step(self, optimizer: Optimizer, with_closure: bool) -> None:
+        if not self.pending:
+            return
+        if threading.get_ident() == self._saving_thread:
+            if self.before_step is None:
+                self.fence()
+            else:
+                self.before_step(optimizer, with_closure)
+            return
+        # An optimizer that backward's hooks step runs on a thread of autograd, while the saving thread waits for it. The
+        # saving thread's next fence does the rest.
+        parts = self._opened
+        in_flight = parts.saves.in_flight if parts is not None and not self.is_forked else None
+        snapshot = in_flight.snapshot if in_flight is not None else None
+        if parts is not None and snapshot is not None and snapshot.reads(optimizer):
+            parts.copier.fence(snapshot, deadline_s=self.options.fence_timeout.total_seconds())
 
     @property
     def pending(self) -> bool:
@@ -698,6 +728,8 @@ class Checkpointer:
             last_first.callback(session.events.drain)
             last_first.callback(parts.arena.close)
             last_first.callback(parts.copier.close)
+            if self._step_hook is not None:
+                last_first.callback(self._step_hook.remove)
             session.events.emit(EventKind.JOB_TERMINATED, reason=reason)
             deadline = time.monotonic() + _TRACES_S
             for trace in parts.traces:

@@ -90,21 +90,21 @@ class ChangeWatch:
 
     Args:
         copies: those that read live tensors are watched; the others are headers or copies from private memory.
-        on_gpu: further tensors, each with the number of its storage.
+        others: further tensors, each with the number of its storage.
 
     Attributes:
         tensors: the watched tensors. Inference tensors have no count, and are not watched.
     """
 
-    def __init__(self, copies: Sequence[CopyTask], on_gpu: Sequence[tuple[Tensor, int]]) -> None:
-        self._copies, self._on_gpu = [copy for copy in copies if copy.storage >= 0], on_gpu
-        self.tensors: list[Tensor] = [*[copy.source for copy in self._copies], *[tensor for tensor, _ in on_gpu]]
+    def __init__(self, copies: Sequence[CopyTask], others: Sequence[tuple[Tensor, int]]) -> None:
+        self._copies, self._others = [copy for copy in copies if copy.storage >= 0], others
+        self.tensors: list[Tensor] = [*[copy.source for copy in self._copies], *[tensor for tensor, _ in others]]
         try:
             self._before = list(map(_count, self.tensors))
         except RuntimeError:
             self._copies = [copy for copy in self._copies if not copy.source.is_inference()]
-            self._on_gpu = [(tensor, number) for tensor, number in on_gpu if not tensor.is_inference()]
-            self.tensors = [*[copy.source for copy in self._copies], *[tensor for tensor, _ in self._on_gpu]]
+            self._others = [(tensor, number) for tensor, number in others if not tensor.is_inference()]
+            self.tensors = [*[copy.source for copy in self._copies], *[tensor for tensor, _ in self._others]]
             self._before = list(map(_count, self.tensors))
 
     def changed(self, counts: Sequence[int] | None = None) -> list[int]:
@@ -113,6 +113,6 @@ class ChangeWatch:
         now = list(map(_count, self.tensors)) if counts is None else list(counts)
         if now == self._before:
             return []
-        numbers = [*[copy.storage for copy in self._copies], *[number for _, number in self._on_gpu]]
+        numbers = [*[copy.storage for copy in self._copies], *[number for _, number in self._others]]
         counts_of = zip(numbers, self._before, now, strict=True)
         return [number for number, before, after in counts_of if before != after]

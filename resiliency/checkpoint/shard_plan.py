@@ -259,6 +259,7 @@ class ShardPlanner:
         if structure.extents:
             raise ConfigError("a state with sharded tensors holds a bare torch storage; store it as a tensor")
         leaves: dict[str, Any] = {}
+        given: dict[str, Tensor] = {}
         for leaf in structure.leaves:
             key = keys.get(id(leaf))
             if key is None:
@@ -267,6 +268,8 @@ class ShardPlanner:
                     " sharded tensors may hold tensors in those only"
                 )
             leaves[key] = kind_of(leaf).detach(leaf, key)
+            if isinstance(leaf, Tensor):
+                given[key] = leaf
         _refuse_hidden(state, structure, keys)
         agreed = self._agree(describe(leaves), coordinator, agree_timeout)
         sources = [
@@ -276,7 +279,9 @@ class ShardPlanner:
         if self._rank == 0:
             table = [keys[id(leaf)] for leaf in structure.leaves]
             entries = [(STRUCTURE, json.dumps(table).encode() + b"\n" + structure.data_pickle())]
-        return self._sharded(agreed.share, sources, entries, own, lazy)
+        # Torch counts changes of a DTensor in the DTensor itself, not in the local tensor that is copied.
+        counted = [given.get(chunk.key, source) for chunk, source in zip(agreed.share.chunks, sources, strict=True)]
+        return self._sharded(agreed.share, sources, entries, own, lazy, counted=counted)
 
     def _plan_given(
         self, given: WritePlan, own: OwnState, lazy: Wanted, coordinator: Coordinator, agree_timeout: timedelta
@@ -303,6 +308,8 @@ class ShardPlanner:
         entries: Sequence[tuple[str, bytes]],
         own: OwnState,
         lazy: Wanted,
+        *,
+        counted: Sequence[Tensor] = (),
     ) -> ShardPlan:
         chunks = share.chunks
         # For torch.load: a flat dict of what this file holds. The stand-in tensors have the sizes of the chunks and are
@@ -338,6 +345,7 @@ class ShardPlanner:
                 extents=extents,
                 storages=range(len(chunks)),
                 lazy=late,
+                counted=counted,
                 on_cuda=any(source.is_cuda for source in sources),
                 tail=tail,
                 key_of=lambda index: chunks[index].key,

@@ -146,6 +146,7 @@ class StateFile:
         storages: each storage's number in the structure, in file order; for messages.
         lazy: for each storage, in file order, whether it may be copied after ``save`` has returned. None: none may; the
             caller fences before it returns, so that no private copy is needed.
+        counted: for each storage, in file order, a tensor whose version counter also counts its changes. Empty: none.
         on_cuda: a source is on a GPU.
         tail: makes the archive entries that follow the storages; called on the copy thread.
         key_of: path in the state of a storage, by number; for messages.
@@ -155,6 +156,7 @@ class StateFile:
     extents: Sequence[tuple[Tensor, int, int]]
     storages: Sequence[int]
     lazy: Sequence[bool] | None
+    counted: Sequence[Tensor] = ()
     on_cuda: bool
     tail: Callable[[], list[tuple[str, bytes]]]
     key_of: Callable[[int], str]
@@ -245,6 +247,12 @@ def state_job(
         late_nbytes = _through_bounce(file, copies, device_copies, watched, bounce)
     else:
         late_nbytes = _from_memory(file, copies)
+    if file.lazy is not None:
+        watched += [
+            (tensor, storage)
+            for tensor, storage, is_late in zip(file.counted, file.storages, file.lazy, strict=False)
+            if is_late
+        ]
 
     def tail(fd: int, digests: Sequence[str]) -> list[str]:
         if plan.index:

@@ -43,6 +43,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.storage import UntypedStorage
 
 from resiliency import faultpoints
@@ -82,7 +83,8 @@ class Job:
     Attributes:
         copies: in file order, without gaps within this rank's blocks.
         device_copies: copies from a GPU into page-locked memory, which some of ``copies`` then read.
-        watched: sources on a GPU, each with the number of its storage.
+        watched: further tensors whose version counters count changes of sources, each with the number of its storage:
+            sources on a GPU, DTensors.
         blocks: the blocks of the file up to its tail.
         mine: numbers of the blocks this rank copies.
         open: opens the file; called on the copy thread before anything is copied, because making a file waits while the
@@ -190,6 +192,14 @@ class Snapshot:
     def reads_live_memory(self) -> bool:
         """True when the copy reads tensors in host memory that other code may change."""
         return self.device is None and self._watch is not None and bool(self._watch.tensors)
+
+    def reads(self, optimizer: Optimizer) -> bool:
+        """True when the copy reads memory of a parameter that this optimizer steps. Thread: any. Blocks: no."""
+        watch = self._watch
+        if watch is None:
+            return False
+        stepped = {_memory(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return any(_memory(tensor) in stepped for tensor in watch.tensors)
 
     def settle(self) -> None:
         """Decides whether the copy is good, if it is done. Thread: training, which runs no kernel then. Blocks: no."""
@@ -500,6 +510,11 @@ class Snapshot:
                 self.slot.small_pages = has_small_pages(self._faults, self._stored)
             self.copied.set()
             self._stirred.put(None)
+
+
+def _memory(tensor: Tensor) -> int:
+    """Address of a tensor's storage; of a DTensor, of this rank's part."""
+    return int(getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr())
 
 
 def _copy(pieces: Iterable[tuple[int, int, int]], base: int, fd: int | None, digest: Any) -> tuple[int, int]:
