@@ -257,6 +257,11 @@ class TrainerSession:
             self.steps.stall(waited)
         return waited
 
+    def settle(self) -> None:
+        """Lets late copies that are done be committed now. Blocks: no."""
+        for shared in self.engines.values():
+            shared.engine.settle()
+
     def batch_ended(self) -> None:
         """Starts to watch for changes of tensors. Call it at the end of a batch, after hooks that may change them."""
         # Not with manual optimization: before the first late copy nothing fences the module's own optimizer steps.

@@ -519,6 +519,19 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             Process.begins_to_train()
             self._saver.warm_up()
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self._settle()
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        super().on_before_backward(trainer, pl_module, loss)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Lets a save that is copied by now be committed before the step's end, which may be minutes away."""
+        if self._saver is not None:
+            self._saver.session.settle()
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._saver is None:
             super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)

@@ -514,12 +514,11 @@ class Checkpointer:
         return False
 
     def fence(self) -> float:
-        """Waits until no pending copy reads live tensors; call it before anything changes them. Each step of an optimizer
-        of torch calls it by itself.
+        """Waits until no pending copy reads live tensors; call it before anything changes them. Each step of an
+        optimizer of torch calls it by itself.
 
-        A lazily copied save is committed only after this thread has verified that nothing changed during the copy:
-        here, in :meth:`poll`, or, on the main thread, automatically soon after the copy. If something has changed, the
-        save is given up.
+        A lazily copied save is committed once this thread has verified that nothing changed during the copy: here, or
+        in :meth:`settle`. If something has changed, the save is given up.
 
         Collective: no. Blocks: for the rest of the copy, with which this thread helps; not when nothing is pending.
 
@@ -560,8 +559,8 @@ class Checkpointer:
             else:
                 self.before_step(optimizer, with_closure)
             return
-        # An optimizer that backward's hooks step runs on a thread of autograd, while the saving thread waits for it. The
-        # saving thread's next fence does the rest.
+        # An optimizer that backward's hooks step runs on a thread of autograd, while the saving thread waits for it.
+        # The saving thread's next fence does the rest.
         parts = self._opened
         in_flight = parts.saves.in_flight if parts is not None and not self.is_forked else None
         snapshot = in_flight.snapshot if in_flight is not None else None
@@ -574,13 +573,22 @@ class Checkpointer:
         in_flight = self._opened.saves.in_flight if self._opened is not None else None
         return in_flight is not None and in_flight.snapshot is not None
 
+    def settle(self) -> None:
+        """Lets a late copy that is done be committed now, instead of at the fence. Call it where nothing is changing
+        the tensors, for example between forward and backward of a long step; :meth:`poll` calls it.
+
+        Collective: no. Blocks: no.
+        """
+        in_flight = self._opened.saves.in_flight if self._opened is not None and not self.is_forked else None
+        if in_flight is not None and in_flight.snapshot is not None:
+            in_flight.snapshot.settle()
+
     def poll(self) -> list[Outcome]:
         """Outcomes of earlier saves since the last call. Collective: no. Blocks: no."""
         if self._opened is None or self.is_forked:
             return []
+        self.settle()
         saves = self._opened.saves
-        if saves.in_flight is not None and saves.in_flight.snapshot is not None:
-            saves.in_flight.snapshot.settle()
         saves.process_messages()
         return saves.outcomes()
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from resiliency.checkpoint import _freed_memory
 from resiliency.checkpoint._cuda import DeviceCopies
 from resiliency.checkpoint.snapshot import HELPER_S, Job, Snapshot
 from resiliency.errors import Timeout
@@ -85,8 +84,6 @@ class Copier:
         with self._lock:
             snapshot = Snapshot(job, on_done, DeviceCopies(job.device_copies) if job.device_copies else None)
             try:
-                if snapshot.reads_live_memory:
-                    _freed_memory.guard(snapshot)
                 hold(snapshot)
                 self._idle.clear()
                 # In this order, because Ctrl-C may come in between: the copy thread looks once the lock is released.
@@ -95,7 +92,6 @@ class Copier:
             except BaseException:
                 hold(None)
                 self._idle.set()
-                _freed_memory.release(snapshot)
                 raise
         return snapshot
 

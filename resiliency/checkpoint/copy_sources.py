@@ -107,10 +107,9 @@ class ChangeWatch:
             self.tensors = [*[copy.source for copy in self._copies], *[tensor for tensor, _ in self._others]]
             self._before = list(map(_count, self.tensors))
 
-    def changed(self, counts: Sequence[int] | None = None) -> list[int]:
-        """Numbers of the storages changed since construction, according to these counts; None: according to the current
-        ones."""
-        now = list(map(_count, self.tensors)) if counts is None else list(counts)
+    def changed(self) -> list[int]:
+        """Numbers of the storages changed since construction."""
+        now = list(map(_count, self.tensors))
         if now == self._before:
             return []
         numbers = [*[copy.storage for copy in self._copies], *[number for _, number in self._others]]

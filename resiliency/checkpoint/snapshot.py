@@ -7,9 +7,8 @@ waiting never takes longer than copying everything at once would have.
 A snapshot has two phases. *Copied* means that every byte was read once. *Agreed* means that none of them changed
 meanwhile, by torch's count of changes in place. Torch counts when a kernel ends, so the copy thread cannot tell: it may
 look while a kernel runs that changes what was copied. Only the training thread knows that it runs no kernel: at the
-fence, in :meth:`Snapshot.settle`, and, if it is the main thread, at its next byte code, where it is asked once the copy
-is done (:mod:`resiliency.checkpoint._quiet`). The first of these decides. So changes after the end of the copy do not
-matter, and a save that is given up is given up before anybody is told of its file.
+fence, and in :meth:`Snapshot.settle`. The first of these decides. So changes after it do not matter, and a save that is
+given up is given up before anybody is told of its file.
 
 The file is divided into blocks with a digest each. A block is read in strides that fit into a core's cache: each stride
 is digested, and copied while it is in the cache. That makes the digest nearly free (1 GiB on two cores: 63 ms with it,
@@ -47,10 +46,8 @@ from torch.optim import Optimizer
 from torch.storage import UntypedStorage
 
 from resiliency import faultpoints
-from resiliency.checkpoint import _freed_memory
 from resiliency.checkpoint._cuda import DeviceCopies
 from resiliency.checkpoint._pages import has_small_pages, page_faults, view
-from resiliency.checkpoint._quiet import Question, can_ask
 from resiliency.checkpoint.arena import Slot
 from resiliency.checkpoint.comparison import Comparison
 from resiliency.checkpoint.copy_sources import ChangeWatch, CopyTask, Sources
@@ -155,8 +152,6 @@ class Snapshot:
     # memory, which is being read, must not be freed.
     _memory: list[UntypedStorage] = field(default_factory=list)
     _fenced: bool = False
-    _question: Question | None = None
-    _by_main_thread: bool = field(default_factory=can_ask)
     _next: int = 0
     _count: int = 0
     _again: list[int] = field(default_factory=list)  # positions of blocks whose copy was interrupted
@@ -188,11 +183,6 @@ class Snapshot:
         """True when the training thread has agreed to the copy, or has given it up."""
         return bool(self._verdicts)
 
-    @property
-    def reads_live_memory(self) -> bool:
-        """True when the copy reads tensors in host memory that other code may change."""
-        return self.device is None and self._watch is not None and bool(self._watch.tensors)
-
     def reads(self, optimizer: Optimizer) -> bool:
         """True when the copy reads memory of a parameter that this optimizer steps. Thread: any. Blocks: no."""
         watch = self._watch
@@ -209,8 +199,7 @@ class Snapshot:
     def decide(self, given_up: Timeout | None = None, *, fenced: bool = False) -> None:
         """Agrees to the copy if no tensor has changed since it began. An earlier decision stays.
 
-        Thread: training, once later changes cannot get into the copy; or any, once the main thread has answered.
-            Blocks: no.
+        Thread: training, once later changes cannot get into the copy. Blocks: no.
 
         Args:
             given_up: do not agree, for this reason.
@@ -218,10 +207,9 @@ class Snapshot:
         """
         if fenced:
             self._fenced = True  # before others can see the decision
-        watch, question = self._watch, self._question
+        watch = self._watch
         if watch is not None and not self._verdicts:
-            counts = question.answer if question is not None else None
-            self._verdicts.append(given_up or self._torn(watch.changed(counts)))
+            self._verdicts.append(given_up or self._torn(watch.changed()))
         self._decided.put(None)
 
     def finish(self) -> None:
@@ -230,8 +218,6 @@ class Snapshot:
         Thread: copy, after its last :meth:`work`. Blocks: until the fence, at most.
         """
         self._await_blocks()
-        if self._by_main_thread and self._watch is not None and self.error is None and not self._verdicts:
-            self._question = Question(self._watch.tensors, self._decided.put)  # at once: tensors may change any moment
         steps = [self._write_tail, self._agree]
         if self.job.compare:
             steps.reverse()  # the fence waits for the comparison, but not for the tail
@@ -299,29 +285,17 @@ class Snapshot:
         self._stop_comparison()
         self._memory = []
         self.compared.set()
-        _freed_memory.release(self)
 
     def _await_verdict(self) -> BaseException | None:
-        while not self._verdicts:
-            try:
-                self._decided.get(timeout=_AGREE_S)
-            except queue.Empty:
-                logger.info("a checkpoint that is copied waits for the fence; call Checkpointer.fence or poll")
-            if self._question is not None and self._question.answer is not None:
-                self.decide()
-        self._question = None
+        self._await_training_thread(lambda: bool(self._verdicts))
         return self._verdicts[0]
 
-    def _quiet_counts(self, watch: ChangeWatch) -> list[int] | None:
-        """Counts of changes, for :meth:`ChangeWatch.changed`, from a moment when the training thread runs no kernel;
-        None: the fence was reached first, and the current counts are good. Blocks: until then."""
-        question = Question(watch.tensors, self._decided.put) if self._by_main_thread else None
-        while not self._fenced and (question is None or question.answer is None):
+    def _await_training_thread(self, has_come: Callable[[], bool]) -> None:
+        while not has_come():
             try:
                 self._decided.get(timeout=_AGREE_S)
             except queue.Empty:
                 logger.info("a checkpoint that is copied waits for the fence; call Checkpointer.fence or poll")
-        return question.answer if question is not None else None
 
     def _discard(self) -> None:
         try:
@@ -443,8 +417,10 @@ class Snapshot:
         except Exception as failure:  # Boundary: the copy thread must survive; the save fails.
             logger.exception("comparing a copy with the tensors failed")
             return failure
-        if changed and watch.changed(self._quiet_counts(watch)):
-            return None  # torch counts a change, so it came after the copy, which was agreed to
+        if changed:
+            self._await_training_thread(lambda: self._fenced)
+            if watch.changed():
+                return None  # torch counts a change, so it came after the copy, which was agreed to
         return self._torn(changed, how=" in a way that torch does not count (.data, a kernel of your own)")
 
     def help_compare(self) -> None:
@@ -469,26 +445,6 @@ class Snapshot:
                 comparison.stop()
             except Timeout as hangs:
                 logger.warning("%s", hangs)
-
-    def let_go(self, storage: UntypedStorage) -> None:
-        """Returns when the memory of this storage is not read any more: the copy has ended, and no comparison will
-        follow.
-
-        Thread: any. Blocks: if the copy reads the storage, for the rest of the copy, with which this thread helps.
-        """
-        if self.compared.is_set():
-            return
-        begin, nbytes = storage.data_ptr(), storage.nbytes()
-        live = [copy for copy in self.job.copies if copy.storage >= 0]
-        if not any(begin <= (copy.address or copy.source.data_ptr()) < begin + nbytes for copy in live):
-            return
-        while self.work(helping=True):
-            continue
-        if not self.copied.wait(HELPER_S):
-            logger.warning(
-                "a storage is resized while it is being copied; its copy had not ended after %.0f s", HELPER_S
-            )
-        self._stop_comparison()
 
     def finish_copy(self) -> None:
         """Ends the copy if no block is left. Thread: any; repeats what a signal has interrupted."""

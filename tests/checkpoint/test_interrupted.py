@@ -19,7 +19,6 @@ from unittest import mock
 import pytest
 import torch
 
-from resiliency.checkpoint import _freed_memory
 from resiliency.checkpoint import checkpointer as checkpointer_module
 from resiliency.checkpoint import snapshot as snapshot_module
 from resiliency.checkpoint.checkpointer import Checkpointer
@@ -149,7 +148,6 @@ def test_ctrl_c_while_a_copy_is_queued_leaves_none_that_nobody_does(
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(copier._wake, "notify_all", interrupted)
             copier.start(live, lambda snapshot: None)
-        assert not _freed_memory._guarded, "who frees a tensor's memory would wait for that copy"
         done = threading.Event()
         copier.fence(copier.start(job, lambda snapshot: done.set()), deadline_s=10)
         assert done.wait(10)

@@ -6,13 +6,10 @@ import ctypes
 import errno
 import mmap
 import os
-import queue
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +17,6 @@ import pytest
 import torch
 
 from resiliency import faultpoints
-from resiliency.checkpoint import _quiet
 from resiliency.checkpoint import copier as copier_module
 from resiliency.checkpoint import snapshot as snapshot_module
 from resiliency.checkpoint.arena import Slot
@@ -88,11 +84,10 @@ class File:
 
 
 def train_until_done(snapshot: Snapshot) -> bool:
-    """Without a fence: the main thread goes on, as a training loop does, until the snapshot is done."""
-    deadline = time.monotonic() + 10
-    while not snapshot.done.wait(0.005) and time.monotonic() < deadline:
-        continue
-    return snapshot.done.is_set()
+    """Without a fence: the training thread settles once the copy is done."""
+    assert snapshot.copied.wait(10)
+    snapshot.settle()
+    return snapshot.done.wait(10)
 
 
 def copy_of(tensor: torch.Tensor, start: int) -> CopyTask:
@@ -271,18 +266,6 @@ class Discarded:
         self.given_up += 1
 
 
-def no_byte_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a thread that is not the main one: nobody but the fence decides."""
-
-    class Unanswered:
-        answer = None
-
-        def __init__(self, *args: Any) -> None:
-            pass
-
-    monkeypatch.setattr(snapshot_module, "Question", Unanswered)
-
-
 def test_a_change_that_torch_counts_when_its_kernel_ends_gives_the_save_up(copier: Copier) -> None:
     """The copy is done and its digests taken while the kernel runs; at that moment the count has not moved."""
     slow = torch.full((2_000_000,), 3.9)
@@ -302,8 +285,7 @@ def test_a_change_that_torch_counts_when_its_kernel_ends_gives_the_save_up(copie
     pytest.fail("the copy was never done before the kernel")
 
 
-def test_nobody_is_told_of_a_copy_before_the_fence_agrees(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
-    no_byte_code(monkeypatch)
+def test_nobody_is_told_of_a_copy_before_the_fence_agrees(copier: Copier) -> None:
     file = File(40_000)
     snapshot = file.start(copier, [copy_of(torch.ones(10_000), 0)])
     assert snapshot.copied.wait(10)
@@ -340,11 +322,8 @@ def test_the_end_of_the_file_is_written_once_nobody_waits_at_the_fence(
     assert at_fence == [False]
 
 
-def test_a_count_that_moves_after_the_copy_and_before_the_fence_gives_the_save_up(
-    copier: Copier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_count_that_moves_after_the_copy_and_before_the_fence_gives_the_save_up(copier: Copier) -> None:
     """As a kernel looks that began during the copy and ended after it, without the luck of a race."""
-    no_byte_code(monkeypatch)
     weight = torch.ones(10_000)
     file = File(40_000)
     one = Discarded(file, [copy_of(weight, 0)])
@@ -356,10 +335,7 @@ def test_a_count_that_moves_after_the_copy_and_before_the_fence_gives_the_save_u
     assert copier.wait_idle(10) and one.given_up == 1
 
 
-def test_what_changes_after_a_moment_that_saw_the_copy_done_does_not_matter(
-    copier: Copier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    no_byte_code(monkeypatch)
+def test_what_changes_after_a_moment_that_saw_the_copy_done_does_not_matter(copier: Copier) -> None:
     weight = torch.ones(10_000)
     file = File(40_000)
     snapshot = file.start(copier, [copy_of(weight, 0)])
@@ -388,68 +364,9 @@ def test_a_fence_that_gave_up_waiting_gives_the_save_up(copier: Copier, monkeypa
     assert isinstance(file.finished[0].error, Timeout) and one.given_up == 1
 
 
-def test_the_main_thread_is_asked_where_no_handler_of_a_signal_can_be_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGINT comes all the time while it is asked, and each one is raised in code that can handle it."""
-    monkeypatch.delitem(sys.modules, _quiet._COMPILED, raising=False)
-    sent = raised = 0
-    old = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        for _ in range(300):
-            try:
-                wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-                tensors = [torch.ones(1)] * 50
-                thread = threading.Thread(target=_quiet.Question, args=(tensors, wake.put))
-                thread.start()
-                sent += 1
-                signal.raise_signal(signal.SIGINT)
-            except KeyboardInterrupt:
-                raised += 1
-            thread.join(10)
-            wake.get(timeout=10)
-    finally:
-        signal.signal(signal.SIGINT, old)
-    assert raised == sent == 300
-
-
 def sleeps(thread: threading.Thread) -> bool:
     """True when the kernel has put the thread to sleep, as in a call that waits for a lock."""
     return Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()[0] == "S"
-
-
-def test_nothing_is_answered_while_the_main_thread_is_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, _quiet._COMPILED, raising=False)
-    wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-    kernel, weight, answers = threading.Lock(), torch.zeros(1), []
-    kernel.acquire()
-
-    def ask() -> None:
-        pause, deadline, looks = threading.Event(), time.monotonic() + 10, 0
-        while looks < 10 and time.monotonic() < deadline:  # it also sleeps, but not for long, before it is in the call
-            looks = looks + 1 if sleeps(threading.main_thread()) else 0
-            pause.wait(0.01)
-        question = _quiet.Question([weight], wake.put)
-        with suppress(queue.Empty):
-            wake.get(timeout=0.3)
-        answers.append(question.answer)
-        torch.autograd.graph.increment_version(weight)
-        kernel.release()
-        wake.get(timeout=10)
-        answers.append(question.answer)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    kernel.acquire()  # in place of a kernel
-    thread.join(10)
-    assert answers == [None, [weight._version]]
-
-
-def test_compiled_code_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts what its kernels change when all of them are done, byte codes later."""
-    monkeypatch.setitem(sys.modules, _quiet._COMPILED, torch)
-    wake: queue.SimpleQueue[None] = queue.SimpleQueue()
-    question = _quiet.Question([torch.ones(1)], wake.put)
-    wake.get(timeout=10)
-    assert question.answer is None
 
 
 def test_many_steps_of_a_training_loop(copier: Copier) -> None:
