@@ -25,7 +25,15 @@ from resiliency.errors import ResiliencyError
 from resiliency.state.describe import STORAGE_CLASSES
 from resiliency.state.tree import keyed_leaves, replace_leaves
 
-__all__ = ["NotPlainPickle", "StoredTensor", "describe_plain", "describe_tensor", "is_described", "load_plain"]
+__all__ = [
+    "PLAIN_NAMES",
+    "NotPlainPickle",
+    "StoredTensor",
+    "describe_plain",
+    "describe_tensor",
+    "is_described",
+    "load_plain",
+]
 
 
 class NotPlainPickle(Exception):
@@ -255,6 +263,8 @@ _NAMES: Mapping[tuple[str, str], Any] = {
     **{("torch", name): _StorageKind(dtype) for dtype, name in STORAGE_CLASSES.items()},
     **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in STORAGE_CLASSES},
 }
+#: (module, name) of each of them: a pickle that names nothing else can always be loaded.
+PLAIN_NAMES = frozenset(_NAMES)
 
 
 class _Reader(pickle.Unpickler):

@@ -15,9 +15,7 @@ from tests.callbacks.harness import ALL_LATE, NAMESPACES, loader, make_net, make
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_a_late_save_is_committed_in_the_middle_of_the_next_step(namespace: str, tmp_path: Path) -> None:
-    callback: Any = ours(
-        namespace, tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}", options=ALL_LATE
-    )
+    callback: Any = ours(namespace, tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}", options=ALL_LATE)
     before_the_fence: dict[int, bool] = {}
 
     class Watcher(importlib.import_module(f"{namespace}.callbacks").Callback):  # type: ignore[misc]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from resiliency.checkpoint import Stage
+from resiliency.state import load_proof
 from resiliency.state.load_proof import LoadProof
 from resiliency.state.structure import dump
 from resiliency.testing.checkpoints import make_checkpointer, make_state
@@ -60,6 +61,25 @@ def test_a_class_of_the_user_is_named_once() -> None:
     assert refusal(proof, {"x": [1]}) == ""
     assert "test_load_proof.Own" in refusal(proof, {"x": [Own()]})
     assert refusal(proof, {"x": [Own()]}) == ""
+
+
+@pytest.mark.parametrize(
+    ("state", "loaded"),
+    [
+        ({**make_state(1), "seen": list(range(10_000))}, False),  # names nothing that could be refused
+        ({"x": Own(), "seen": list(range(10_000))}, True),
+        ({"x": Own(), "seen": list(range(1_000_000))}, False),  # too large
+    ],
+    ids=["plain", "class", "large"],
+)
+def test_the_interpreter_is_not_held_by_a_load_that_can_be_spared(
+    state: Any, loaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load of a million numbers takes longer than their save, and the training thread waits for the interpreter."""
+    loads: list[int] = []
+    monkeypatch.setattr(load_proof, "unpickle", lambda structure, storage: loads.append(len(structure)))
+    assert refusal(LoadProof(), state) == ""
+    assert bool(loads) is loaded
 
 
 def test_an_allowed_class_is_not(allowed_own: None) -> None:
