@@ -11,17 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
-
-__all__ = ["NOT_STORED", "TORCH", "allowed", "load_values", "needs_names_of_gloo_threads", "placements"]
+__all__ = ["NOT_STORED", "TORCH", "allowed", "load_values", "placements"]
 
 #: The first two numbers of the version.
 TORCH = tuple(map(int, importlib.metadata.version("torch").split(".")[:2]))
 #: By their names connections of gloo are found; 2.11 has none, 2.13 has.
-needs_names_of_gloo_threads = pytest.mark.skipif(
-    TORCH < (2, 12),
-    reason="this torch does not name the threads of gloo: no wait for a peer that lives can be ended",
-)
 #: Torch 2.4 has tensors of these, and does not store them.
 NOT_STORED = ["torch.uint16", "torch.uint32", "torch.uint64"] if TORCH < (2, 5) else []
 #: Later ones allow these by themselves.

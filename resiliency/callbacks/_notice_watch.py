@@ -16,7 +16,6 @@ from resiliency.checkpoint.checkpointer import default_coordinator
 from resiliency.checkpoint.coordinator import StoreCoordinator
 from resiliency.events import EventKind
 from resiliency.launch.leaving import abort_collectives, looks_like_a_lost_peer, may_be_interrupted
-from resiliency.launch.peer_connections import PeerConnections
 from resiliency.plugins import _lightning
 from resiliency.preemption.board import Board, own_connection
 from resiliency.preemption.notice import Notice
@@ -69,7 +68,6 @@ class NoticeWatch:
         #: The first exception that a signal handler of the user has raised; it ends the fit after the save.
         self.users_exit: BaseException | None = None
         self._noticed_it = threading.Event()
-        self._connections = PeerConnections()
         self._main = threading.main_thread().ident
         coordinator = default_coordinator(trainer.global_rank, trainer.world_size)
         gather = coordinator
@@ -174,7 +172,7 @@ class NoticeWatch:
     def _interrupt(self) -> None:
         # Set before, because the main thread may handle the error of an aborted wait before the signal reaches it.
         self._aborted = True
-        abort_collectives(self._connections, groups=True, forming=False)
+        abort_collectives()
         faultpoints.hit("preemption.interrupt", rank=self._rank)
         with self._interrupting:
             if self._may_interrupt and self._main is not None:

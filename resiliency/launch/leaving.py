@@ -18,8 +18,6 @@ from typing import Any, TypeVar
 
 from resiliency.errors import Timeout
 from resiliency.launch.fresh import seed_anew
-from resiliency.launch.peer_connections import PeerConnections
-from resiliency.settings import all_variables
 
 __all__ = [
     "abort_collectives",
@@ -156,21 +154,12 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
             left += [one.__cause__, one.__context__]
 
 
-def abort_collectives(connections: PeerConnections, *, groups: bool, forming: bool) -> None:
-    """Ends process group operations that wait for a peer, and waits for a peer while a group forms.
+def abort_collectives() -> None:
+    """Ends operations of NCCL groups that wait for a peer. Torch has no such function for gloo: there an operation ends
+    by itself if its direct neighbour has died, and otherwise at the group's timeout.
 
-    Thread: not the one that waits in the operation.
-
-    Args:
-        connections: the same object for all calls in one attempt.
-        groups: also abort GPU groups, for which torch has a function. Must be False while the groups are destroyed.
-        forming: also end waits for peers that have not connected yet.
+    Thread: not the one that waits in the operation, and not while the groups are destroyed.
     """
-    port, world = (all_variables().get(name, "") for name in ("MASTER_PORT", "WORLD_SIZE"))
-    pairs = int(world) if forming and world.isdecimal() else 0
-    connections.shut_down(int(port) if port.isdecimal() else None, pairs=pairs)
-    if not groups:
-        return
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return

@@ -23,7 +23,6 @@ from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.launch import heartbeat
 from resiliency.launch.attempt_state import process_state
 from resiliency.launch.channel import receive, send
-from resiliency.launch.gloo_waits import GlooWaits
 from resiliency.launch.leaving import (
     abort_collectives,
     child_processes,
@@ -34,7 +33,6 @@ from resiliency.launch.leaving import (
     signal_handlers,
     waits_for_peers_only,
 )
-from resiliency.launch.peer_connections import PeerConnections
 from resiliency.launch.start_times import script_begins
 from resiliency.settings import LAUNCHER_VARIABLE, all_variables, set_variable
 
@@ -57,10 +55,9 @@ _SOON_S = 0.05
 #: half finished import may fail in the next attempt, which costs a restart, and torch imports its compiler for seconds
 #: when the first DDP model is made. Shorter than the launcher's own deadline.
 _SPARED_S, _SPARED_IMPORTING_S = 2.0, 8.0
-#: Seconds for which the main thread may wait in native code after everything that it could wait for was ended; the
-#: second number where it can only wait for peers: a gloo wait may outlive the connection to a dead peer, and
-#: ``gloo_waits`` does not find it in every torch version. The third is the CPU time that handling signals may take
-#: meanwhile.
+#: Seconds for which the main thread may wait in native code; the second number where it can only wait for peers: an
+#: operation of gloo whose direct neighbours are alive cannot be ended from outside. The third is the CPU time that
+#: handling signals may take meanwhile.
 _STUCK_S, _STUCK_FOR_PEERS_S, _STUCK_CPU_S = 2.0, 0.5, 0.02
 #: Most characters of an error, with its traceback, that the launcher shows.
 _MAX_ERROR = 4000
@@ -317,19 +314,17 @@ class _Survivor:
     def _interrupt_until_left(self, number: int) -> None:
         main = threading.main_thread().ident
         assert main is not None
-        connections, gloo_waits, waits, stuck_s, cpu_s = PeerConnections(), GlooWaits(), False, 0.0, _cpu_s(main)
+        stuck_s, cpu_s = 0.0, _cpu_s(main)
         self._told_s, self._interrupt_at_s, self._heard = time.monotonic(), 0.0, False
         with self._changed:
             while self._left < number:
                 # The lock is held, so that the main thread cannot go on meanwhile: groups of its next attempt must not
-                # be aborted. Also done after it has left the function, because destroying a group waits for the group's
-                # operations.
-                abort_collectives(connections, groups=self._inside, forming=waits)
+                # be aborted.
+                if self._inside:
+                    abort_collectives()
                 if self._inside and time.monotonic() >= self._interrupt_at_s:
                     signal.pthread_kill(main, _SIGNAL)
                 self._changed.wait_for(lambda: self._left >= number, _SOON_S)
-                if self._left < number:
-                    gloo_waits.end(closed=connections.closed)
                 waits = self._inside and not self._heard and _cpu_s(main) - cpu_s < _STUCK_CPU_S
                 stuck_s = stuck_s + _SOON_S if waits else 0.0
                 for_peers = stuck_s >= _STUCK_FOR_PEERS_S and waits_for_peers_only(sys._current_frames().get(main))

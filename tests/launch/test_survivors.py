@@ -39,7 +39,6 @@ from resiliency.launch.leaving import (
 from resiliency.launch.run import EXIT_GAVE_UP
 from resiliency.testing.zygote import Zygote
 from tests.launch.launching import ROOT, run_launcher, wait_for
-from tests.older_torch import needs_names_of_gloo_threads
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -296,8 +295,7 @@ def test_ranks_that_wait_for_a_dead_one_in_a_collective_leave_it(launch: Any, tm
     assert [len(set(pids)) for pids in _processes(job.text).values()] == [2, 2, 2, 2], job.text
 
 
-@needs_names_of_gloo_threads
-def test_a_rank_leaves_a_collective_whose_other_ranks_are_alive_and_keep_their_group(
+def test_a_rank_in_a_collective_whose_other_ranks_are_alive_and_keep_their_group_is_replaced_within_the_attempt(
     launch: Any, tmp_path: Path
 ) -> None:
     script = """
@@ -336,7 +334,8 @@ def test_a_rank_leaves_a_collective_whose_other_ranks_are_alive_and_keep_their_g
     """
     job = launch(script, "--nproc-per-node", 4, "--max-restarts", 1, arguments=[tmp_path])
     assert job.wait() == 0, job.text
-    assert [len(set(pids)) for pids in _processes(job.text).values()].count(1) == 3, job.text
+    assert [len(set(pids)) for pids in _processes(job.text).values()] == [1, 2, 1, 2], job.text
+    assert "this rank is stuck in native code" in job.text
 
 
 def run_launcher_that_looks_before_each_death(**arguments: Any) -> None:
@@ -389,7 +388,6 @@ def test_ranks_stay_when_another_one_dies_between_two_looks(zygote: Zygote, tmp_
     assert [len(set(pids)) for _, pids in sorted(_processes(output.read_text()).items())] == [1, 2, 1]
 
 
-@needs_names_of_gloo_threads
 def test_ranks_that_form_a_group_when_a_peer_dies_form_the_next_one(launch: Any, tmp_path: Path) -> None:
     script = """
         import os, signal, sys, time
@@ -415,8 +413,8 @@ def test_ranks_that_form_a_group_when_a_peer_dies_form_the_next_one(launch: Any,
         main()
     """
     job = launch(script, "--nproc-per-node", 3, "--max-restarts", 3, "--crash-loop", 0)
-    assert job.wait() == 0, job.text
-    assert [len(set(pids)) for pids in _processes(job.text).values()] == [1, 4, 1], job.text
+    assert job.wait() == 0, job.text  # those that waited for it may be other processes now, but cost no restart
+    assert len(set(_processes(job.text)[1])) == 4, job.text
 
 
 def test_ranks_that_are_interrupted_as_they_open_a_checkpointer_leave_its_agent(launch: Any, tmp_path: Path) -> None:
@@ -445,7 +443,7 @@ def test_ranks_that_are_interrupted_as_they_open_a_checkpointer_leave_its_agent(
     flags = ["--nproc-per-node", 3, "--max-restarts", 3, "--crash-loop", 0]
     job = launch(script, *flags, arguments=[tmp_path / "checkpoints"])
     assert job.wait() == 0, job.text
-    assert [len(set(pids)) for pids in _processes(job.text).values()] == [1, 4, 1], job.text
+    assert len(set(_processes(job.text)[1])) == 4, job.text
     assert "another job" not in job.text
 
 
