@@ -1,15 +1,13 @@
-"""The trainer's side: finds or starts the host agent, reconnects when it dies, falls back to an in-process agent.
+"""The trainer's side: finds or starts the host agent, and reconnects when it dies.
 
 Nothing here blocks the training thread except :meth:`AgentClient.open`, :meth:`AgentClient.flush` and
 :meth:`AgentClient.close`, each with a deadline. When the connection breaks, a new agent is started and every message
-not yet acknowledged is sent again. After repeated failures the agent's code runs inside this process, and a warning
-says so.
+not yet acknowledged is sent again. An agent that dies again and again is left alone for a while: saves are skipped
+meanwhile, and a warning says so.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import errno
 import logging
 import os
 import socket
@@ -25,8 +23,8 @@ from typing import get_args
 from resiliency.agent._command import AGENT_WORD
 from resiliency.agent._peer import Peer
 from resiliency.agent._start import start_agent
-from resiliency.agent.config import AgentConfig, embedded_address, held
-from resiliency.agent.core import HostAgent
+from resiliency.agent.config import AgentConfig
+from resiliency.agent.embedded import EmbeddedAgent
 from resiliency.agent.heard import HeardNotices
 from resiliency.agent.messages import (
     Committed,
@@ -51,8 +49,8 @@ from resiliency.agent.messages import (
     Welcome,
 )
 from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, pack
-from resiliency.errors import AgentError, DirectoryInUse, TierError
-from resiliency.events import EventKind, EventWriter, JsonlSink, NullSink
+from resiliency.errors import AgentError, DirectoryInUse
+from resiliency.events import EventKind, EventWriter
 from resiliency.interruption import raised_by_a_handler
 from resiliency.launch.latch import Latch
 from resiliency.launch.leaving import close_when_left
@@ -66,11 +64,11 @@ logger = logging.getLogger(__name__)
 #: Seconds for a listening agent to answer Hello, in addition to those that it may take to finish its work.
 _HELLO_TIMEOUT_S = 30.0
 _CONNECT_TRIES = 5
-#: After more than this many lost agents within the window, the trainer does the agent's work itself.
+#: After more than this many lost agents within the window, no other one is started until the window has passed.
 _MAX_LOSSES = 3
 _LOSS_WINDOW_S = 120.0
-#: Seconds that the embedded agent of an earlier attempt may take to release its address.
-_CLAIM_S = 20.0
+#: Seconds that a flush waits for an agent to be started before its time.
+_START_NOW_S = 10.0
 #: Seconds for which an agent must be seen stopped (SIGSTOP), while a rank waits for it, before it is killed.
 _STOPPED_S = 3.0
 #: Most seconds between two such looks for them to count as one stop, as between two saves that wait for the agent.
@@ -98,7 +96,7 @@ class AgentClient:
         config: of this attempt.
         rank: global rank of this process.
         events: the trainer's event log.
-        embedded: do the agent's work in this process from the start.
+        embedded: run the agent in a thread of this process, if no agent serves the directory yet.
 
     Threads: public methods from the training thread (where no other is named); the thread ``resiliency-agent-link``
         receives.
@@ -126,10 +124,10 @@ class AgentClient:
         self._heard = HeardNotices(config.local.name)
         self._socket: socket.socket | None = None
         self._framer = Framer()  # belongs to this connection
-        self._embedded: HostAgent | None = None
-        self._embedded_events: EventWriter | None = None
-        self._force_embedded = embedded
-        self._claim: socket.socket | None = None
+        self._embed = embedded
+        self._embedded: EmbeddedAgent | None = None
+        #: Monotonic seconds when the next agent is started, after too many were lost; None: there is one, or soon.
+        self._next_start: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -139,9 +137,9 @@ class AgentClient:
         self._watch = _StopWatch()  # covers all waits for a message, each of which may be short
 
     @property
-    def embedded(self) -> bool:
-        """True when the agent's work is done in this process."""
-        return self._embedded is not None
+    def is_down(self) -> bool:
+        """True while there is no agent, because too many were lost. Thread: any."""
+        return self._next_start is not None
 
     # -- open ---------------------------------------------------------------------------------------------------
 
@@ -152,38 +150,42 @@ class AgentClient:
             attempt.
 
         Raises:
-            AgentError: the agent refused this job (another job uses the directory), or the local tier cannot be used.
+            AgentError: the agent refused this job (another job uses the directory), or the local tier cannot be used,
+                or no agent can be started.
         """
         close_when_left(self, lambda client: client.close(timeout_s=_LEAVE_TIMEOUT_S))
-        if not self._force_embedded:
-            closed = 0
-            for _ in range(_MAX_LOSSES):
-                try:
-                    self._connect()
-                except AgentError:
-                    raise
-                except OSError as error:
-                    closed += isinstance(error, _HelloRefused)
-                    logger.warning(
-                        "rank %d: the checkpoint agent of %s did not start (%s)",
-                        self.rank,
-                        self.config.local.address,
-                        error,
-                    )
-                    if isinstance(error, TimeoutError):
-                        break  # another agent would be as slow
-                    continue
-                self._thread = threading.Thread(target=self._receive, name="resiliency-agent-link", daemon=True)
-                try:
-                    self._thread.start()
-                except RuntimeError:  # the limit of threads is reached
-                    self._thread = None
-                    self._hang_up()
-                    raise
-                return
-            if closed == _MAX_LOSSES:
-                self._refuse_to_share()
-        self._embed()
+        closed, why = 0, ""
+        for _ in range(_MAX_LOSSES):
+            try:
+                self._connect()
+            except AgentError:
+                raise
+            except OSError as error:
+                closed, why = closed + isinstance(error, _HelloRefused), str(error)
+                logger.info(
+                    "rank %d: the checkpoint agent of %s did not start (%s)",
+                    self.rank,
+                    self.config.local.address,
+                    error,
+                )
+                if isinstance(error, TimeoutError):
+                    break  # another agent would be as slow
+                continue
+            self._thread = threading.Thread(target=self._receive, name="resiliency-agent-link", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # the limit of threads is reached
+                self._thread = None
+                self._hang_up()
+                raise
+            return
+        if closed == _MAX_LOSSES:
+            self._refuse_to_share()
+        raise AgentError(
+            f"rank {self.rank}: no checkpoint agent can be started for {self.config.local.address}: {why}; see the"
+            f" agent's log in {self.config.run_folder}/logs, or run it in the trainer with"
+            " CheckpointerOptions(agent='embedded')"
+        )
 
     def _hang_up(self) -> None:
         """Closes the connection, which no thread reads."""
@@ -322,10 +324,13 @@ class AgentClient:
     def _start_and_dial(self) -> socket.socket:
         pause = threading.Event()
         for attempt in range(_CONNECT_TRIES):
-            process = start_agent(self.config, fork=attempt == 0)
-            if process is not None:
-                self._reap()
-                self._process = process
+            if self._embed:
+                self._start_embedded()
+            else:
+                process = start_agent(self.config, fork=attempt == 0)
+                if process is not None:
+                    self._reap()
+                    self._process = process
             connection = self._dial()
             if connection is not None:
                 return connection
@@ -333,99 +338,22 @@ class AgentClient:
             pause.wait(0.1 * 2**attempt)
         raise ConnectionError("no agent could be reached or started")
 
+    def _start_embedded(self) -> None:
+        """Raises ConnectionError when no thread can be started."""
+        if self._embedded is not None:
+            self._embedded.close(0.0)
+        self._embedded = EmbeddedAgent(self.config)
+        try:
+            self._embedded.start()
+        except OSError as error:
+            logger.debug("the agent of another process serves %s (%s)", self.config.local.address, error)
+        except RuntimeError as error:
+            raise ConnectionError(f"no thread can be started for it: {error}") from error
+
     def _reap(self) -> None:
         if self._process is not None and self._process.poll() is None:
             _still_running.append(self._process)  # it was lost a moment ago, and is still ending
         self._process = None
-
-    def _embed(self) -> None:
-        config = self.config
-        own_config = dataclasses.replace(config, local_ranks=(self.rank,))
-        # An event log of its own, as in the agent process: its events are written on its threads, not the training
-        # thread.
-        sink = JsonlSink(config.events) if config.events else NullSink()
-        events = self._embedded_events = EventWriter(
-            run=config.run, attempt=config.attempt, rank=-1, host=config.node, sinks=(sink,)
-        )
-        self._claim_address(own_config)
-        with self._lock:
-            heard = self._heard.heard()
-        agent = HostAgent(
-            own_config,
-            lambda _, message: self._deliver(message),
-            events,
-            only_agent=lambda: config.local_ranks == (self.rank,),
-            # An agent process that still serves the other ranks, or hangs, may be appending to the newest step.
-            may_finish=lambda: config.local_ranks == (self.rank,) or not held([config.address]),
-            heard=heard,
-        )
-        try:
-            agent.start()
-        except BaseException as error:
-            agent.close()
-            self._leave_claim()
-            if not isinstance(error, TierError):
-                raise
-            raise AgentError(
-                f"rank {self.rank}: the local tier {config.local.address} cannot be read: {error}"
-            ) from error
-        if not self._force_embedded:
-            logger.warning(
-                "rank %d: checkpoints are committed and uploaded inside the trainer, because no agent process can run;"
-                " they are correct, but uploads end with the trainer and share its cores",
-                self.rank,
-            )
-        taken = False
-        try:
-            with self._lock:
-                if self._closing:
-                    return
-                for message in self._to_send_again():
-                    agent.handle(self.rank, message)
-                self._embedded, taken = agent, True
-        finally:
-            if not taken:  # close() has already run, or a message was refused: nobody else would
-                agent.close()
-                self._leave_claim()
-        agent.announce(self.rank)
-
-    def _claim_address(self, config: AgentConfig) -> None:
-        """Binds this rank's address for the life of the process, so that no other job's embedded agent serves it.
-        Blocks: up to 20 s.
-
-        Raises:
-            DirectoryInUse: another process still has the address after 20 s.
-        """
-        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        pause, deadline = threading.Event(), time.monotonic() + _CLAIM_S
-        own = address = embedded_address(config.address, self.rank)
-        left_behind = 0
-        while True:
-            try:
-                claim.bind(address)
-                claim.listen(1)  # others can tell by connecting whose it is
-                self._claim = claim
-                return
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE and _held_by_a_dead_process(address):
-                    # A child that it forked still has its socket, and may live indefinitely.
-                    left_behind += 1
-                    address = f"{own}.{left_behind}"
-                    continue
-                if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                    claim.close()
-                    raise DirectoryInUse(
-                        f"rank {self.rank}: another job is still using {config.local.address} as run {config.run!r} on"
-                        " this host; end it, or give this job its own RESILIENCY_RUN or directory"
-                    ) from error
-            pause.wait(0.1)  # the kernel does not notify when an address becomes free
-
-    def _leave_claim(self) -> None:
-        """Releases the address and the event log of an agent in this process. Idempotent."""
-        if self._claim is not None:
-            self._claim.close()
-        if self._embedded_events is not None:
-            self._embedded_events.close()
 
     def _to_send_again(self) -> list[Request]:
         loaded = [self._loaded] if self._loaded is not None else []  # first: deletions must spare it
@@ -449,9 +377,6 @@ class AgentClient:
                 self._given_up.append(message)
             elif isinstance(message, Rescan):
                 self._loaded = message
-            if self._embedded is not None:
-                self._embedded.handle(self.rank, message)
-                return
             if self._socket is None:
                 return  # the link thread is getting a new agent, and will send what must not be lost again
             try:
@@ -476,8 +401,7 @@ class AgentClient:
 
     def give_up_agent(self) -> None:
         """Kills an agent that does not answer, so that the link thread gets another: an agent that went on later would,
-        with messages not yet read, overwrite what was saved since. If it cannot be killed, its work is done in this
-        process.
+        with messages not yet read, overwrite what was saved since. If it cannot be killed, there is none for a while.
 
         Thread: training. Blocks: half a second at most.
         """
@@ -595,41 +519,57 @@ class AgentClient:
                 return
 
     def _recover(self) -> bool:
-        """Gets a new agent after one was lost; False when the link thread has nothing more to receive: the work is done
-        in this process, or the client is closing."""
-        now = time.monotonic()
-        if self._closing:
-            return False
-        self._losses.append(now)
-        while self._losses and now - self._losses[0] > _LOSS_WINDOW_S:
-            self._losses.popleft()
-        self._events.emit(EventKind.AGENT_LOST, losses=len(self._losses))
-        if len(self._losses) <= _MAX_LOSSES:
-            logger.warning(
-                "rank %d: the checkpoint agent of %s is gone; starting another, training goes on",
-                self.rank,
-                self.config.local.address,
-            )
+        """Gets a new agent after one was lost; False when the client is closing. Thread: link. Blocks: while none can
+        be had."""
+        while not self._closing:
+            now = time.monotonic()
+            self._losses.append(now)
+            while now - self._losses[0] > _LOSS_WINDOW_S:
+                self._losses.popleft()
+            self._events.emit(EventKind.AGENT_LOST, losses=len(self._losses))
+            if self.is_down or len(self._losses) > _MAX_LOSSES:
+                self._rest(now + _LOSS_WINDOW_S)
+            else:
+                logger.warning(
+                    "rank %d: the checkpoint agent of %s is gone; starting another, training goes on",
+                    self.rank,
+                    self.config.local.address,
+                )
             for attempt in range(_MAX_LOSSES):
+                if self._closing:
+                    return False
                 try:
                     self._connect()
-                    return True
                 except (OSError, AgentError) as error:
-                    if self._closing:
-                        return False
                     # Often the new agent, started by another rank, died too: wait before the next try.
                     logger.info("rank %d: no new checkpoint agent yet (%s)", self.rank, error)
                     threading.Event().wait(0.1 * 2**attempt)
-        try:
-            if not self._closing:
-                self._embed()
-        except AgentError:
-            logger.exception(
-                "rank %d: checkpoints cannot be committed any more; training goes on without new ones", self.rank
-            )
-        with self._lock:
-            self._changed.notify_all()
+                    continue
+                with self._lock:
+                    rested, self._next_start = self._next_start is not None, None
+                    self._changed.notify_all()
+                if rested:
+                    logger.warning("rank %d: there is a checkpoint agent again; saves go on", self.rank)
+                return True
         return False
+
+    def _rest(self, until: float) -> None:
+        """Waits until the next agent may be started: until the time that is given, a flush, or close."""
+        with self._lock:
+            said, self._next_start = self._next_start is not None, until
+            self._changed.notify_all()
+            if not said:
+                logger.warning(
+                    "rank %d: the checkpoint agent of %s was lost %d times within two minutes: saves are skipped, and"
+                    " every two minutes another agent is started; training goes on. The agent's log is in %s/logs",
+                    self.rank,
+                    self.config.local.address,
+                    len(self._losses),
+                    self.config.run_folder,
+                )
+            self._changed.wait_for(
+                lambda: self._closing or (self._next_start or 0.0) <= time.monotonic(), until - time.monotonic()
+            )
 
     # -- close ----------------------------------------------------------------------------------------------------
 
@@ -640,17 +580,19 @@ class AgentClient:
             False when the time passes first.
         """
         deadline = time.monotonic() + timeout_s
-        while True:
-            left = max(0.0, deadline - time.monotonic())
-            with self._lock:  # once free, an embedded agent has all that is to be sent again
-                embedded = self._embedded
-            if embedded is not None:
-                return embedded.wait(stage, tier=tier, timeout_s=left)
-            answer = self._ask_flush(stage, tier, left)
+        with self._lock:
+            if self._next_start is not None:  # no agent: try now whether one can be started
+                self._next_start = 0.0
+                self._changed.notify_all()
+                if not self._changed.wait_for(lambda: self._next_start != 0.0, min(timeout_s, _START_NOW_S)):
+                    return False
+        while not self.is_down:
+            answer = self._ask_flush(stage, tier, max(0.0, deadline - time.monotonic()))
             if answer is not None:
                 return answer
             if time.monotonic() >= deadline:
-                return False
+                break
+        return False
 
     def _ask_flush(self, stage: Stage, tier: str | None, left: float) -> bool | None:
         """Sends one Flush and waits for the answer; None when the link broke meanwhile, and the caller must send it
@@ -658,10 +600,8 @@ class AgentClient:
         with self._lock:
             connection = self._socket
             if connection is None:
-                # The link thread is getting a new agent; it notifies when it has one or has given up.
-                self._changed.wait(min(left, 1.0))
-                lost = self._thread is not None and not self._thread.is_alive() and self._embedded is None
-                return False if lost and self._socket is None else None
+                self._changed.wait(min(left, 1.0))  # the link thread notifies when it has a new agent, or waits
+                return None
             self._flushes += 1
             ticket = self._flushes
             try:
@@ -689,13 +629,9 @@ class AgentClient:
         _still_running[:] = [agent for agent in _still_running if agent.poll() is None]
         with self._lock:
             self._closing = True
+            self._changed.notify_all()
             connection, embedded, process = self._socket, self._embedded, self._process
             agent = Peer(connection) if connection is not None and (process is not None or others_s) else None
-        try:
-            if embedded is not None:
-                embedded.close()
-        finally:
-            self._leave_claim()
         if connection is not None:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
@@ -716,6 +652,8 @@ class AgentClient:
                 )
                 _still_running.append(process)
             self._process = None
+        if embedded is not None:
+            embedded.close(max(0.0, deadline - time.monotonic()))
 
     def _wait_gone(self, agent: Peer, deadline: float) -> None:
         watch = _StopWatch()
@@ -740,17 +678,3 @@ class _StopWatch:
         self._since = now if self._since is None or now - self._looked > _STOPPED_LOOKS_S else self._since
         self._looked = now
         return now - self._since >= _STOPPED_S
-
-
-def _held_by_a_dead_process(address: str) -> bool:
-    """True when the process that claimed an address has died, and only a child of it still has the socket."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    try:
-        connection.settimeout(1.0)
-        connection.connect(address)
-        with Peer(connection) as owner:
-            return owner.gone or owner.wait_gone(0.0)
-    except OSError:
-        return False
-    finally:
-        connection.close()

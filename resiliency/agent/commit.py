@@ -39,7 +39,6 @@ __all__ = [
     "check_share",
     "fsync_step",
     "is_in_place",
-    "read_records_here",
     "read_records_of_others",
     "records_of",
     "write_commit",
@@ -165,24 +164,6 @@ def read_records_of_others(
             except (FileNotFoundError, TierError, CorruptShard, ValueError):
                 return False
     return True
-
-
-def read_records_here(tier: Tier, run: str, step: StepId, records: dict[int, ShardRecord]) -> None:
-    """Adds to ``records`` those that other agents of this host wrote into the host's own folder; skips unreadable ones.
-
-    Raises:
-        TierError: the folder cannot be listed.
-    """
-    prefix = step_prefix(run, step)
-    for info in list(tier.list(prefix)):
-        file = info.key.removeprefix(prefix)
-        if file.startswith("shard-") and file.endswith(".json"):
-            try:
-                record = ShardRecord.from_dict(json.loads(tier.read(info.key)), where=info.key)
-            except (FileNotFoundError, TierError, CorruptShard, ValueError) as error:
-                logger.info("%s is not counted: %s", info.key, error)
-                continue
-            records.setdefault(record.rank, record)
 
 
 def write_commit(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from resiliency.storage.manifest import META_DIR
 
-__all__ = ["AgentConfig", "TierSpec", "agent_address", "embedded_address", "held", "is_served"]
+__all__ = ["AgentConfig", "TierSpec", "agent_address", "is_served"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,26 +86,10 @@ def agent_address(directory: str, run: str, node: str) -> str:
     return "\0resiliency-" + hashlib.blake2b(os.fsencode(identity), digest_size=12).hexdigest()
 
 
-def embedded_address(address: str, rank: int) -> str:
-    """Name of the socket that a rank holds while it does the agent's work itself."""
-    return f"{address}-{rank}"
-
-
-def held(addresses: Iterable[str]) -> set[str]:
-    """Those of the given socket names that some process of this machine has bound; empty where the kernel does not
-    tell.
-
-    Connecting would show it too, but fills the queue of a listener that never accepts. Blocks: for 0.1 ms.
-    """
-    names = _bound()
-    return {address for address in addresses if _shown(address) in names}
-
-
 def is_served(address: str) -> bool:
-    """True when a process of this machine does the work of the agent with this socket name: an agent, or a rank itself.
-    False where the kernel does not tell. Blocks: for 0.1 ms."""
-    shown = _shown(address)
-    return any(name == shown or name.startswith(shown + b"-") for name in _bound())
+    """True when an agent on this machine listens on this socket name; False where the kernel does not tell. Blocks: for
+    0.1 ms."""
+    return _shown(address) in _bound()
 
 
 def _shown(address: str) -> bytes:

@@ -1,8 +1,8 @@
-"""The agent's work: commit, make durable, upload, prune. Runs in the agent process or, as a fallback, in the trainer.
+"""The agent's work: commit, make durable, upload, prune. Runs in the agent process or in a thread of a trainer.
 
-One instance serves the ranks of one host in one attempt. Whether a step can be committed is decided from files. So
-several agents (one per host on a shared folder, or one per rank when embedded) can work at the same time, and the next
-agent can finish or delete what a killed one leaves.
+One instance serves the ranks of one host in one attempt. Whether a step can be committed is decided from files. So the
+agents of several hosts can work on a shared folder at the same time, and the next agent can finish or delete what a
+killed one leaves.
 
 The file operations of a commit are in :mod:`resiliency.agent.commit`. Older steps are deleted only after a newer one
 was fsynced (:mod:`resiliency.agent.local_pruner`).
@@ -14,7 +14,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -28,7 +28,6 @@ from resiliency.agent.commit import (
     check_in_place,
     check_share,
     fsync_step,
-    read_records_here,
     read_records_of_others,
     records_of,
     write_commit,
@@ -99,9 +98,6 @@ class HostAgent:
         config: of this attempt.
         notify: sends a message to a rank; must not block.
         events: the agent's event log.
-        only_agent: returns True while no other agent of this host works in the same folder. Called before each effect
-            that relies on it.
-        may_finish: returns whether this agent may finish what an earlier agent has left of the newest step.
         heard: what an earlier agent of the attempt has told a rank of this host. Steps that were reported have been
             given their names, and what of these is missing now, somebody has deleted. Those that were reported failed
             are not finished within the attempt: a user may have put something else under their names since.
@@ -115,12 +111,9 @@ class HostAgent:
         notify: Notify,
         events: EventWriter,
         *,
-        only_agent: Callable[[], bool] = lambda: True,
-        may_finish: Callable[[], bool] = lambda: True,
         heard: Heard | None = None,
     ) -> None:
         self.config = config
-        self._only_agent, self._may_finish = only_agent, may_finish
         self._events = events
         self._report = Reporter(config.local_ranks, notify, events)
         # A commit must be quick and survive a kill, not a power loss: fsync is the next stage.
@@ -245,8 +238,7 @@ class HostAgent:
     def _take_leftover_files(self) -> None:
         """Before any rank asks for a file, because what is left once enough files are ready is deleted."""
         try:
-            if self._only_agent():
-                self._files.take_leftovers()
+            self._files.take_leftovers()
         except (OSError, AgentError) as error:
             logger.info("prepared files of earlier attempts cannot be taken over: %s", error)
 
@@ -282,8 +274,8 @@ class HostAgent:
 
     @property
     def _serves_all(self) -> bool:
-        """True when all ranks of the job are on this host, and no other agent commits what they save."""
-        return len(self.config.local_ranks) == self.config.world_size and self._only_agent()
+        """True when all ranks of the job are on this host."""
+        return len(self.config.local_ranks) == self.config.world_size
 
     @property
     def _in_parts(self) -> bool:
@@ -330,10 +322,7 @@ class HostAgent:
             finish: finish what an earlier agent has left of the newest step.
         """
         listings = scan(self._tier, self.config.run)
-        may_finish = self._may_finish()
-        # Where a host has several agents, the first one does it: a longer file must be cut before its manifest is
-        # written.
-        if may_finish and (0 in self.config.local_ranks or not self._only_agent()):
+        if 0 in self.config.local_ranks:  # a longer file must be cut before its manifest is written
             for listing in listings:
                 cut_back(self._tier, listing, self._fence)
         # What is saved in this attempt is in progress, once this agent has started.
@@ -342,7 +331,7 @@ class HostAgent:
         if not finish and self.config.shared:
             self._find_commits_of_others()
         if finish:
-            self._finish_newest(may_commit=may_finish)
+            self._finish_newest()
         return fresh
 
     def _sync_again(self, steps: Sequence[LocalStep]) -> None:
@@ -351,7 +340,7 @@ class HostAgent:
         for step in steps:
             self._syncs.submit(partial(self._sync, step))
 
-    def _finish_newest(self, *, may_commit: bool) -> None:
+    def _finish_newest(self) -> None:
         """Writes the newest step's manifest and names, if an agent was killed after the last record and before
         these."""
         committed = self._steps.select(lambda step: step.committed is not None)
@@ -369,14 +358,12 @@ class HostAgent:
                 had = not self._is_of_this_attempt(step.id) or (self._named is not None and step.id <= self._named)
                 missing, taken = ([], {}) if had else self._names_to_finish(found)
                 refused = write_names(self._tier, found, missing, self._fence) if missing else {}
-            elif may_commit:
+            else:
                 # A mark says that it was committed, as one host's part, when the job had more hosts.
                 had = os.path.lexists(self._path(step.id, COMMIT_MARK))
                 missing, taken = ([], {}) if had else self._names_to_finish(found)
                 found, refused = self._write_commit(found, names=missing)
                 self._steps.commit(step, found)
-            else:
-                return
         except (OSError, TierError, AgentError) as error:
             logger.info("step %d could not be given its manifest and names: %s", step.id.step, error)
             self._commit_failures[step.id] = f"cannot commit to {self.config.local.address}: {self._fence.cause(error)}"
@@ -528,7 +515,7 @@ class HostAgent:
 
     def _free_ramdisk(self) -> None:
         """Deletes the checkpoints when the job has finished and a slower tier has the newest one, or there is none."""
-        if not self._only_agent() or not self._finished.issuperset(self.config.local_ranks):
+        if not self._finished.issuperset(self.config.local_ranks):
             return
         committed = [step.committed for step in self._steps.select() if step.committed is not None]
         newest = max((step.id for step in committed), default=None)
@@ -708,8 +695,7 @@ class HostAgent:
             logger.info("step %d stays until a later one is committed: %s", step.step, error)
 
     def _complete_recorded(self, step: StepId) -> None:
-        """A rank reports that all ranks have recorded a step, or asks whether they have: another agent, of another host
-        or embedded in another rank, may have committed it."""
+        """A rank reports that all ranks have recorded a step; an agent of another host may have committed it."""
         if self.config.shared:
             self._find_commits_of_others()
         self._complete(step, all_recorded=True)
@@ -727,8 +713,6 @@ class HostAgent:
             return  # the agent that writes the last record commits
         if self._in_parts and not all_recorded:
             return  # this folder does not show the records of other hosts; only the ranks know
-        if self._in_parts and not self._only_agent():
-            read_records_here(self._tier, config.run, step_id, records)
         found = gather_records(records.values())
         if found is None:
             if len({record.plan for record in records.values()}) > 1 and len(records) == self.config.world_size:
@@ -893,8 +877,7 @@ class HostAgent:
             self._report.warn_once("superseded", "no checkpoints are deleted any more by this agent: %s", error)
 
     def _find_commits_of_others(self) -> None:
-        """Notices the steps that another agent, of another host or of another rank, has committed in the same
-        folder."""
+        """Notices the steps that the agent of another host has committed in the same folder."""
         found: list[tuple[LocalStep, Manifest]] = []
         for step in self._steps.select(lambda step: step.committed is None and bool(step.records)):
             where = step_prefix(self.config.run, step.id) + MANIFEST
@@ -908,8 +891,8 @@ class HostAgent:
         newest = max(step.id for step in [*committed, *(step for step, _ in found)])
         for step, manifest in found:
             try:
-                # That agent may be gone. The ranks ask again, and then this one commits the step. Not a sharded one: of
-                # many hosts each would link all its shards while that agent does.
+                # That agent may be gone; then this one gives the step its names. Not a sharded one's: of many hosts
+                # each would link all its shards while that agent does.
                 asks = step.id == newest and manifest.replicated
                 whole = not (asks or step.id in self._commit_failures) or not missing_names(self._tier, manifest)
             except TierError:

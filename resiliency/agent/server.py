@@ -1,11 +1,10 @@
-"""The agent process: a unix socket, one thread per trainer rank; exits after the last rank disconnects.
+"""The agent's server: a unix socket, one thread per trainer rank; it ends after the last rank disconnects.
 
-The first rank starts it (:mod:`resiliency.agent._command`), in its own session and at lower CPU priority. A rank counts
-as disconnected when its process has died, even if a child still holds its socket. After the last rank the agent
-finishes the sealed saves, for up to ``drain_s``, and exits; if no rank connects, it exits after 30 seconds. The socket
-is in Linux' abstract namespace, so a killed agent leaves no file. Binding its address is the lock that keeps a second
-agent from serving the
-same directory.
+The first rank starts it: as a process in its own session and at lower CPU priority (:mod:`resiliency.agent._command`),
+or in a thread (:mod:`resiliency.agent.embedded`). A rank counts as disconnected when its process has died, even if a
+child still holds its socket. After the last rank the agent finishes the sealed saves, for up to ``drain_s``, and ends;
+if no rank connects, it ends after 30 seconds. The socket is in Linux' abstract namespace, so a killed agent leaves no
+file. Binding its address is the lock that keeps a second agent from serving the same directory.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import get_args
 from resiliency import faultpoints
 from resiliency.agent._peer import Peer
 from resiliency.agent._worker import no_thread
-from resiliency.agent.config import AgentConfig, embedded_address, held
+from resiliency.agent.config import AgentConfig
 from resiliency.agent.core import HostAgent
 from resiliency.agent.messages import Flush, Flushed, Hello, Message, Notice, Refused, Request, Welcome
 from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, config_from_json, pack
@@ -46,7 +45,11 @@ _OLD_CLIENTS_S = 20.0
 
 
 class AgentServer:
-    """Accepts ranks and passes their messages to a :class:`HostAgent`. Thread: :meth:`run` on the main thread."""
+    """Accepts ranks and passes their messages to a :class:`HostAgent`. Thread: :meth:`run` on one of its own.
+
+    Raises:
+        OSError: the address cannot be bound; EADDRINUSE: another agent serves it.
+    """
 
     def __init__(self, config: AgentConfig) -> None:
         self.config = config
@@ -58,17 +61,34 @@ class AgentServer:
         #: Number of connections that have ended while it is not known yet whether the rank's process dies.
         self._ending = 0
         self._agent: HostAgent | None = None
+        self._events: EventWriter | None = None
         self._had_client = False
         self._ended = False
+        self._stopped = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self._listener.bind(config.address)
-        except OSError as error:
+        except OSError:
             self._listener.close()
-            if error.errno == errno.EADDRINUSE:
-                raise SystemExit(EXIT_TAKEN) from None
             raise
         self._listener.listen(128)
+
+    def close_listener(self) -> None:
+        """Closes the socket that listens, in this process only. For a forked child, or a server that never ran."""
+        self._listener.close()
+
+    def stop(self, *, patience_s: float) -> None:
+        """Makes :meth:`run` end once no rank is connected, at most ``patience_s`` later, without finishing the work:
+        the next start does that. Thread: any. Blocks: until then, and for the running write."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._clients and not self._ending, patience_s)
+            self._stopped = True
+            self._lock.notify_all()
+            for connection in self._clients.values():
+                _shut(connection)
+            agent = self._agent
+        if agent is not None:
+            agent.close()
 
     def run(self) -> None:
         """Serves until the last rank has disconnected and the work is done, at most ``drain_s`` later. Blocks: until
@@ -79,12 +99,14 @@ class AgentServer:
             _shut(self._listener)
             if self._agent is not None:
                 self._agent.close()
+            if self._events is not None:
+                self._events.close()
 
     def _run(self) -> None:
         threading.Thread(target=self._accept, name="resiliency-agent-accept", daemon=True).start()
         started = time.monotonic()
         with self._lock:
-            while not self._had_client:
+            while not self._had_client and not self._stopped:
                 left = started + _FIRST_CLIENT_S - time.monotonic()
                 if left <= 0:
                     logger.warning("no rank connected within %.0f s; the agent exits", _FIRST_CLIENT_S)
@@ -92,10 +114,10 @@ class AgentServer:
                 self._lock.wait(left)
         while True:
             with self._lock:
-                while self._clients or self._ending:
+                while (self._clients or self._ending) and not self._stopped:
                     self._lock.wait()
-                agent = self._agent
-            if agent is not None and not agent.wait(Stage.DURABLE, timeout_s=self.config.drain_s):
+                agent = self._agent if not self._stopped else None
+            if agent is not None and not agent.wait(Stage.DURABLE, timeout_s=self.config.drain_s) and not self._stopped:
                 logger.warning(
                     "uploads were not finished %.0f s after the last rank disconnected; the next start resumes them",
                     self.config.drain_s,
@@ -104,7 +126,7 @@ class AgentServer:
                 # Ranks of a new attempt may have connected meanwhile, or may be connecting: the server ends only
                 # without clients.
                 with self._lock:
-                    if self._clients:
+                    if self._clients and not self._stopped:
                         continue
                 self._ended = True
                 if self._agent is not None:
@@ -185,11 +207,11 @@ class AgentServer:
         # Handles one Hello at a time. Not under the clients' lock, which an agent that is being closed needs for its
         # messages.
         with self._starting:
-            if self._ended:
+            if self._ended or self._stopped:
                 return None  # the rank starts the next agent, as if it had connected a moment later
             with self._lock:
                 gone = self._lock.wait_for(
-                    lambda: not self._clients or self.config.token == config.token, _OLD_CLIENTS_S
+                    lambda: not self._clients or self.config.token == config.token or self._stopped, _OLD_CLIENTS_S
                 )
             if not gone:
                 reason = (
@@ -228,16 +250,10 @@ class AgentServer:
         sink = JsonlSink(config.events) if config.events else NullSink()
         events = EventWriter(run=config.run, attempt=config.attempt, rank=-1, host=config.node, sinks=(sink,))
         events.emit(EventKind.AGENT_STARTED, pid=os.getpid())
-        self._agent = None
-        # A rank that has lost agents too often does its agent's work itself, while this agent serves the other ranks.
-        own = [embedded_address(config.address, rank) for rank in config.local_ranks if len(config.local_ranks) > 1]
-        agent = HostAgent(
-            config,
-            self._send,
-            events,
-            only_agent=lambda: not (own and held(own)),
-            heard=hello.heard,
-        )
+        if self._events is not None:
+            self._events.close()
+        self._agent, self._events = None, events
+        agent = HostAgent(config, self._send, events, heard=hello.heard)
         try:
             agent.start()
         except BaseException:
@@ -327,7 +343,12 @@ def main(arguments: list[str]) -> int:
         os.nice(10)
     except OSError:
         logger.debug("priority cannot be lowered", exc_info=True)
-    server = AgentServer(config_from_json(arguments[0]))
+    try:
+        server = AgentServer(config_from_json(arguments[0]))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return EXIT_TAKEN
+        raise
     os.write(ready, b"1")
     os.close(ready)
     server.run()

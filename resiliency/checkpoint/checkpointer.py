@@ -492,6 +492,9 @@ class Checkpointer:
         """Waits until the rank's previous shard is recorded; after ``previous_save_timeout`` skips this save, and
         returns False."""
         saves, in_flight = parts.saves, parts.saves.in_flight
+        if parts.session.client.is_down:
+            saves.skip(save, "the checkpoint agent was lost again and again; another one is started every two minutes")
+            return False
         if in_flight is None:
             return True
         deadline = time.monotonic() + self.options.previous_save_timeout.total_seconds()

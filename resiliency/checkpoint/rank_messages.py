@@ -82,12 +82,10 @@ class AgentReady:
     """Whether a rank has an agent.
 
     Attributes:
-        embedded: the agent's work is done in the rank's own process.
         problem: why there is no agent; "" when there is one.
         in_use: the reason is another job.
     """
 
-    embedded: bool
     problem: str = ""
     in_use: bool = False
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -36,9 +35,6 @@ logger = logging.getLogger(__name__)
 _TICKETS = 64
 #: Seconds between two reads of the count of recorded shards; the store does not notify of changes.
 _COUNT_EVERY_S = 0.05
-#: Seconds after which the agent is asked about a step that this rank has recorded and that is not committed: when ranks
-#: do their agents' work themselves, another rank's agent may have committed it.
-_ASK_EVERY_S = 0.25
 #: Added to that count by a rank that gives up its part: larger than any number of ranks.
 _GIVEN_UP = 1 << 32
 
@@ -82,13 +78,10 @@ class SaveTracker:
         self._serials: dict[int, int] = {}
         self._uncounted: set[StepId] = set()
         self._hears_others = True  # until the store that counts does not answer any more
-        self._asks = session.client.config.shared and not self._counted and coordinator.world_size > 1
-        self._awaited: dict[StepId, float] = {}  # not committed yet -> monotonic seconds when to ask next
         self._outcomes: list[Outcome] = []
         self.in_flight: InFlightSave | None = None
         self.skipped = 0
-        speaks = self._rank == session.local_ranks[0] or session.client.embedded
-        self._health = SaveHealth(self._rank, speaks=speaks)
+        self._health = SaveHealth(self._rank, speaks=self._rank == session.local_ranks[0])
         #: Number of saves given up because tensors changed while they were copied.
         self.torn = 0
 
@@ -215,7 +208,6 @@ class SaveTracker:
             self.fail(self.in_flight, _why(failure), kind=type(failure).__name__)
         for message in self._session.client.poll():
             self._process(message)
-        self._ask()
         for step in sorted(self._uncounted):
             recorded = self._count(step, 0)
             if recorded is None:
@@ -228,17 +220,11 @@ class SaveTracker:
                 self._session.client.send(Complete(id=step))
 
     def wait(self, timeout_s: float) -> None:
-        """Blocks until a message comes, at most ``timeout_s``, or 50 or 250 ms while waiting for other ranks; then
-        handles the messages received."""
-        pause = _COUNT_EVERY_S if self._uncounted else _ASK_EVERY_S if self._awaited else timeout_s
+        """Blocks until a message comes, at most ``timeout_s``, or 50 ms while waiting for other ranks; then handles the
+        messages received."""
+        pause = _COUNT_EVERY_S if self._uncounted else timeout_s
         self._session.client.wait_message(min(timeout_s, pause))
         self.process_messages()
-
-    def _ask(self) -> None:
-        now = time.monotonic()
-        for step in [step for step, due in self._awaited.items() if due <= now]:
-            self._awaited[step] = now + _ASK_EVERY_S
-            self._session.client.send(Complete(id=step))
 
     def _count(self, step: StepId, amount: int) -> int | None:
         """Adds to the number of ranks that have recorded a save, and returns it.
@@ -264,7 +250,6 @@ class SaveTracker:
     def _give_up(self, step: StepId, reason: str) -> None:
         """Tells the agent, and the ranks that wait for this rank's part, that the part will not come."""
         self._uncounted.discard(step)
-        self._awaited.pop(step, None)
         if self._counted:
             self._count(step, _GIVEN_UP)
         if self._coordinator.world_size > 1:
@@ -308,9 +293,6 @@ class SaveTracker:
         if self._counted and step not in self._uncounted:  # else Ctrl-C came, and the message a second time
             self._uncounted.add(step)
             self._count(step, 1)
-        ticket = self._tickets.get(step)
-        if self._asks and ticket is not None and not ticket.failed and not ticket.has_reached(Stage.COMMITTED):
-            self._awaited[step] = time.monotonic() + _ASK_EVERY_S
 
     def _reached(self, step: StepId, stage: Stage, tier: str) -> None:
         ticket = self._tickets.get(step)
@@ -318,9 +300,6 @@ class SaveTracker:
             return
         if tier == LOCAL and ticket.failed is not None and not ticket.has_reached(Stage.COMMITTED):
             return  # a later agent has found the files of a save that failed before it had its names
-        if tier == LOCAL:
-            # Older saves that are still incomplete will never be committed, because a rank failed there.
-            self._awaited = {other: due for other, due in self._awaited.items() if other > step}
         ticket.mark_reached(stage, tier)
         self._health.reach(tier, ticket.step, stage)
         if tier == LOCAL:
@@ -339,7 +318,6 @@ class SaveTracker:
                 self._health.begin([message.tier])  # a step of an earlier attempt, not counted yet
             self._health.fail_remote(message.tier, step, reason, retrying=message.retrying, gave_way=message.gave_way)
         elif ticket is not None:
-            self._awaited.pop(message.id, None)
             ticket.failed = reason
             in_flight = self._land(message.id)
             if in_flight is not None and in_flight.undo_schedule is not None:

@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -276,22 +276,22 @@ def open_session(
         nodes,
         node,
         local_ranks,
-        False,
+        len(set(nodes)) == 1,
         events,
         client,
         _host_part(rank, local_ranks, shared),
         local_tier,
     )
     try:
-        embedded = _connect(session, coordinator, options.agree_timeout)
-        return replace(session, together=len(set(nodes)) == 1 and not embedded)
+        _connect(session, coordinator, options.agree_timeout)
+        return session
     except BaseException:  # also when a rank is missing, or this one was interrupted
         session.abandon()
         raise
 
 
-def _connect(session: Session, coordinator: Coordinator, timeout: timedelta) -> bool:
-    """Connects to the agent; returns whether a rank does its agent's work itself. Collective: yes.
+def _connect(session: Session, coordinator: Coordinator, timeout: timedelta) -> None:
+    """Connects to the agent. Collective: yes.
 
     Raises:
         Exception: on all ranks when one cannot.
@@ -303,7 +303,7 @@ def _connect(session: Session, coordinator: Coordinator, timeout: timedelta) -> 
     except Exception as error:  # Boundary: reported to the other ranks before this rank raises.
         problem, failure = f"rank {coordinator.rank}: {error}", error
         in_use = isinstance(error, DirectoryInUse)
-    ready = AgentReady(embedded=client.embedded, problem=problem, in_use=in_use)
+    ready = AgentReady(problem=problem, in_use=in_use)
     answers = gather(coordinator, "agent", ready, timeout=timeout)
     problems = [answer.problem for answer in answers if answer.problem]
     if problem and (in_use or not any(answer.in_use for answer in answers)):
@@ -314,7 +314,6 @@ def _connect(session: Session, coordinator: Coordinator, timeout: timedelta) -> 
         if any(answer.in_use for answer in answers):
             raise DirectoryInUse("; ".join(problems))
         raise TierError("; ".join(problems), retryable=False)
-    return any(answer.embedded for answer in answers)
 
 
 def _host_part(rank: int, local_ranks: Sequence[int], shared: bool) -> HostPart:

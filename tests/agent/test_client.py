@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from resiliency.agent import _start, client
+from resiliency.agent import _start, client, server
 from resiliency.checkpoint import checkpointer as checkpointer_module
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import LocalTierOptions
@@ -92,7 +92,6 @@ def loads(local: Path) -> int | None:
 
 def test_agent_lives_as_long_as_the_job_and_no_longer(local: Path) -> None:
     with make_checkpointer(local, options=PROCESS) as checkpointer:
-        assert not checkpointer.session.client.embedded
         (agent,) = running()
         assert agent.nice() >= 10 or os.nice(0) > 0, "the agent competes with training"
         assert save(checkpointer, 1)
@@ -112,7 +111,6 @@ def test_a_killed_agent_is_replaced_and_the_save_in_flight_is_committed(
         agent.kill()
         ticket.wait(Stage.DURABLE, timeout=SOON)
         assert save(checkpointer, 3)
-        assert not checkpointer.session.client.embedded
         assert until(lambda: len(agents()) == 1), "the killed agent is a zombie"
         assert [entry.getMessage() for entry in caplog.records if "is gone; starting another" in entry.getMessage()]
     assert loads(local) == 3
@@ -133,27 +131,58 @@ def test_an_agent_killed_with_a_sealed_save_does_not_lose_it(local: Path) -> Non
     assert loads(local) == 2
 
 
-def test_after_many_lost_agents_the_trainer_commits(local: Path, caplog: pytest.LogCaptureFixture) -> None:
+def lose_agents(checkpointer: Checkpointer) -> int:
+    """Kills agents until no other one is started; returns the last step."""
+    lost, step = checkpointer.session.client, 0
+    while not lost.is_down and step < 12:
+        step += 1
+        checkpointer.save(step, make_state(step))
+        for agent in running():
+            agent.kill()
+        assert until(lambda: bool(running()) or lost.is_down)
+    assert lost.is_down, "agents are started for ever"
+    return step
+
+
+def test_after_many_lost_agents_saves_are_skipped_until_one_is_started_again(
+    local: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with make_checkpointer(local, options=PROCESS) as checkpointer:
-        step = 0
-        while not checkpointer.session.client.embedded and step < 12:
-            step += 1
-            assert save(checkpointer, step)
-            for agent in running():
-                agent.kill()
-            assert until(lambda: bool(running()) or checkpointer.session.client.embedded)
-        assert checkpointer.session.client.embedded, "agents are started for ever"
-        assert save(checkpointer, step + 1)
-        assert len([entry for entry in caplog.records if "inside the trainer" in entry.getMessage()]) == 1
-    assert loads(local) == step + 1
+        step = lose_agents(checkpointer)
+        for again in (1, 2):
+            assert checkpointer.save(step + again, make_state(step)) is None
+        assert not running()
+        assert len([text for text in caplog.messages if "saves are skipped" in text]) == 1
+        assert checkpointer.flush(timeout=SOON), "the end of a fit starts one now"
+        assert not checkpointer.session.client.is_down and "saves go on" in caplog.text
+        assert save(checkpointer, step + 3)
+    assert loads(local) == step + 3
     assert until(lambda: not agents())
 
 
+def test_an_agent_is_started_again_by_itself(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_MAX_LOSSES", 1)
+    with make_checkpointer(local, options=PROCESS) as checkpointer:
+        monkeypatch.setattr(client, "_LOSS_WINDOW_S", 6.0)
+        step = lose_agents(checkpointer)
+        assert until(lambda: not checkpointer.session.client.is_down)
+        assert until(lambda: save(checkpointer, step + 1))
+    assert loads(local) == step + 1
+
+
+def test_the_end_of_a_job_whose_agents_die_does_not_wait_for_one(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make_checkpointer(local, options=PROCESS) as checkpointer:
+        lose_agents(checkpointer)
+        monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+        assert not checkpointer.flush(timeout=timedelta(minutes=10))
+    assert not agents()
+
+
 def test_two_jobs_with_embedded_agents_are_kept_apart(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_CLAIM_S", 0.3)
+    monkeypatch.setattr(server, "_OLD_CLIENTS_S", 0.3)
     with make_checkpointer(local) as first:
         second = make_checkpointer(local)
-        with pytest.raises(ResiliencyError, match=f"another job is still using {local} as run"):
+        with pytest.raises(ResiliencyError, match=f"another job .* is still using {local} as run"):
             second.open()
         second.close()
         assert save(first, 1)
@@ -171,13 +200,13 @@ def test_an_agent_that_never_listens_costs_one_deadline(
     deaf.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(deaf))
     monkeypatch.setattr(_start, "_START_S", 0.5)
-    with make_checkpointer(local, options=PROCESS) as checkpointer:
-        assert checkpointer.session.client.embedded
-        started = [int(line) for line in (tmp_path / "started").read_text().split()]
-        assert len(started) == 1, "it waited for another one"
-        assert not psutil.pid_exists(started[0]), "it was left behind"
-        assert save(checkpointer, 1)
-    assert loads(local) == 1
+    checkpointer = make_checkpointer(local, options=PROCESS)
+    with pytest.raises(ResiliencyError, match="no checkpoint agent can be started"):
+        checkpointer.open()
+    checkpointer.close()
+    started = [int(line) for line in (tmp_path / "started").read_text().split()]
+    assert len(started) == 1, "it waited for another one"
+    assert not psutil.pid_exists(started[0]), "it was left behind"
 
 
 @pytest.fixture
@@ -198,7 +227,7 @@ def save_beside(stopped: psutil.Process, checkpointer: Checkpointer, over: Calla
         ticket = checkpointer.save(step, make_state(step), names=[f"{step}.ckpt", "last.ckpt"])
         longest = max(longest, time.monotonic() - began)
         taken.append(ticket is not None)
-        if ticket is not None and over():
+        if over():
             break
     assert over(), "nobody takes over"
     assert longest < 2.5, f"a save blocked training for {longest:.1f} s"
@@ -226,7 +255,6 @@ def test_a_stopped_agent_is_ended_and_another_takes_over(
             if "no checkpoint at step" in entry.getMessage() and entry.levelno >= logging.WARNING
         ]
         assert len(said) == 1
-        assert not checkpointer.session.client.embedded
         # On a busy machine the last save may still be in flight, for longer than a save waits for it here.
         assert checkpointer.flush(timeout=SOON)
         ticket = checkpointer.save(100, make_state(100), names=["last.ckpt"])
@@ -268,14 +296,14 @@ def test_an_agent_that_cannot_be_ended_takes_no_name_back_when_it_goes_on(
         assert save(checkpointer, 1)
         (stopped,) = running()
         stopped.suspend()
-        save_beside(stopped, checkpointer, lambda: checkpointer.session.client.embedded)
+        save_beside(stopped, checkpointer, lambda: checkpointer.session.client.is_down)
+        assert checkpointer.save(99, make_state(99), names=["last.ckpt"]) is None
+        stopped.resume()
+        assert checkpointer.flush(timeout=SOON)
         ticket = checkpointer.save(100, make_state(100), names=["last.ckpt"])
         assert ticket is not None
         ticket.wait(Stage.DURABLE, timeout=SOON)
         assert last_name(local) == 100
-        stopped.resume()
-        assert until(lambda: not running()), "an agent without ranks stays"
-        assert last_name(local) == 100, "it points back to an older step"
         assert save(checkpointer, 101)
     finally:
         if stopped is not None and stopped.is_running():
@@ -284,34 +312,26 @@ def test_an_agent_that_cannot_be_ended_takes_no_name_back_when_it_goes_on(
     assert loads(local) == 101
 
 
-@pytest.mark.parametrize("how", ["ends at once", "never listens"])
-def test_without_an_agent_that_starts_the_trainer_commits(
-    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+@pytest.mark.parametrize("how", ["ends at once", "never listens", "is missing"])
+def test_without_an_agent_that_starts_opening_says_why(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\n" + ("exit 1\n" if how == "ends at once" else "exec sleep 60\n"))
-    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    if how != "is missing":
+        python.write_text("#!/bin/sh\n" + ("exit 1\n" if how == "ends at once" else "exec sleep 60\n"))
+        python.chmod(python.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setattr(_start, "_START_S", 0.3)
-    monkeypatch.setattr(client, "_MAX_LOSSES", 1)
-    with make_checkpointer(local, options=PROCESS) as checkpointer:
-        assert checkpointer.session.client.embedded
-        assert save(checkpointer, 1)
-        assert len([entry for entry in caplog.records if "inside the trainer" in entry.getMessage()]) == 1
+    checkpointer = make_checkpointer(local, options=PROCESS)
+    with pytest.raises(ResiliencyError, match=f"no checkpoint agent can be started for {local}.*agent='embedded'"):
+        checkpointer.open()
+    checkpointer.close()
     assert not agents()
-    assert loads(local) == 1
-
-
-def test_without_a_python_to_start_the_trainer_commits(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    with make_checkpointer(local, options=PROCESS) as checkpointer:
-        assert save(checkpointer, 1)
-    assert loads(local) == 1
+    with make_checkpointer(local) as embedded:
+        assert save(embedded, 1)
 
 
 def test_two_runs_in_one_directory_have_an_agent_each(local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from resiliency.agent import server
-
     assert server._OLD_CLIENTS_S <= 30, "the second job waits too long for its refusal"
     with (
         make_checkpointer(local, options=PROCESS, run="one") as one,
@@ -357,7 +377,6 @@ def test_a_process_with_many_open_files_gets_an_agent(local: Path) -> None:
     many = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
         with make_checkpointer(local, options=PROCESS) as checkpointer:
-            assert not checkpointer.session.client.embedded
             assert save(checkpointer, 1)
     finally:
         for fd in many:

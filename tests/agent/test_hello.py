@@ -154,34 +154,6 @@ def test_closing_while_the_link_is_made_anew_leaves_no_connection(config: AgentC
     assert client._thread is not None and not client._thread.is_alive()
 
 
-def test_closing_while_the_trainer_takes_over_leaves_no_agent(
-    config: AgentConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = client_of(config)
-    claim, claimed = client._claim_address, threading.Event()
-
-    def slowly(own: AgentConfig) -> None:
-        claim(own)
-        claimed.set()
-        deadline = time.monotonic() + 10
-        while not client._closing and time.monotonic() < deadline:
-            pause.wait(0.01)
-
-    pause = threading.Event()
-    monkeypatch.setattr(client, "_claim_address", slowly)
-    monkeypatch.setattr(client, "_connect", _no_agent)
-    client._thread = in_thread(lambda: client._recover() and None)
-    assert claimed.wait(10)
-    client.close()
-    assert not client._thread.is_alive() and not client.embedded
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as next_one:
-        next_one.bind(f"{config.address}-0")
-
-
-def _no_agent() -> None:
-    raise ConnectionError("no agent can be started")
-
-
 def test_an_agent_that_has_ended_welcomes_nobody(config: AgentConfig) -> None:
     """Its last rank has left and the work is done, but the connection of another had been accepted."""
     server = AgentServer(config)

@@ -185,24 +185,6 @@ def test_one_agent_puts_the_shares_of_its_ranks_together(local: Path, start: Sta
     assert (local / "a.ckpt").samefile(shard_path(config, 1))
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
-def test_embedded_agents_put_the_shares_together_from_their_records(
-    local: Path, start: Start, order: tuple[int, ...]
-) -> None:
-    host = config_for(local, world_size=3, local_ranks=(0, 1, 2))
-    started = [start(dataclasses.replace(host, local_ranks=(rank,)), only_agent=lambda: False) for rank in range(3)]
-    agents = [agent for agent, _ in started]
-    seals = parts(host, 1, writers=3)
-    for rank in order:
-        assert manifest_of(host, 1) is None
-        agents[rank].handle(rank, seals[rank])
-        settle(*agents)
-    manifest = manifest_of(host, 1)
-    assert manifest is not None and tuple(manifest["shards"][0]["digests"]) == whole_digests(host, 1)
-    for rank, (_, heard) in enumerate(started):
-        assert Recorded(id=step_of(host, 1)) in [message for _, message in heard], rank
-
-
 def test_a_share_that_never_comes_leaves_the_step_unfinished(local: Path, start: Start) -> None:
     config = config_for(local, world_size=3, local_ranks=(0, 1, 2))
     agent, _ = start(config)
@@ -324,41 +306,6 @@ def test_a_deleted_step_is_gone_from_each_host_with_its_copy_of_shard_0(
     steps = Path(config.local.address, ".resiliency", "run", "steps")
     assert [path.name for path in steps.iterdir()] == [step_of(config, 3).dirname]
     assert not Path(config.local.address, "a.ckpt").exists()
-
-
-def test_embedded_agents_of_a_host_with_its_own_folder_commit_send_and_delete_the_whole_part(
-    tmp_path: Path, start: Start
-) -> None:
-    """Each knows only its own rank; what the others wrote it learns from their records."""
-    hosts = private_hosts(tmp_path, keep=1, each=2)
-    agents: dict[int, HostAgent] = {}
-    heard: dict[int, list[tuple[int, Notice]]] = {}
-    for config in hosts:
-        for rank in config.local_ranks:
-            alone = dataclasses.replace(config, local_ranks=(rank,))
-            agents[rank], heard[rank] = start(alone, only_agent=lambda: False)
-    for step in (1, 2):
-        seals = {
-            rank: seal
-            for config in hosts
-            for rank, seal in zip(config.local_ranks, parts(config, step, writers=2, tiers=("store",)), strict=True)
-        }
-        for rank, agent in agents.items():
-            agent.handle(rank, seals[rank])
-        settle(*agents.values())
-        for rank, agent in agents.items():
-            agent.handle(rank, Complete(id=seals[rank].id))
-        settle(*agents.values())
-    for rank, said in heard.items():
-        assert not [message for _, message in said if isinstance(message, Failed)], rank
-        assert [message.id.step for _, message in said if isinstance(message, Committed)] == [1, 2]
-    listings = scan(LocalTier(tmp_path / "remote"), "run")
-    assert [listing.committed for listing in listings] == [True, True]
-    newest = listings[-1].manifest
-    assert newest is not None and newest.shards[0].digests == whole_digests(hosts[0], 2)
-    for config in hosts:
-        steps = Path(config.local.address, ".resiliency", "run", "steps")
-        assert [path.name for path in steps.iterdir()] == [step_of(config, 2).dirname]
 
 
 # ---- given up

@@ -146,27 +146,6 @@ def test_a_flush_is_answered_without_a_thread_of_its_own(
     client.close()
 
 
-def test_what_an_agent_in_the_trainer_refuses_is_an_error_and_no_later_wait(
-    config: AgentConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A flush waited for its whole time for work that no thread does."""
-
-    def refuse(self: HostAgent, rank: int, message: Any) -> None:
-        raise AgentError("no thread does this")
-
-    client = client_of(config, embedded=True)
-    client.send(seal_of(config, 3, write_shard(config, 3)))  # sent again to each agent
-    with monkeypatch.context() as refusing:
-        refusing.setattr(HostAgent, "handle", refuse)
-        with pytest.raises(AgentError, match="no thread does this"):
-            client.open()
-    assert not client.embedded
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("resiliency-agent")]
-    client.open()
-    assert client.flush(Stage.COMMITTED, timeout_s=10)
-    client.close()
-
-
 def test_what_a_signals_handler_raises_while_a_message_is_sent_is_no_loss_of_the_agent(
     config: AgentConfig, agent: threading.Thread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

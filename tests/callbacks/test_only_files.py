@@ -33,6 +33,7 @@ from tests.callbacks.harness import (
     stock,
     weights,
 )
+from tests.embedded import host_agent
 from tests.zygote import start_script
 
 PL = "lightning.pytorch"
@@ -83,7 +84,7 @@ def test_saves_take_turns_in_the_same_files_until_somebody_reads_them(
         engine = callback._saver.engine
         if engine is not None:
             assert engine.flush(Stage.DURABLE, timeout=timedelta(seconds=20))
-            assert engine._parts().session.client._embedded._files._worker.wait_idle(time.monotonic() + 20)
+            assert host_agent(engine)._files._worker.wait_idle(time.monotonic() + 20)
         if read and os.path.exists(tmp_path / "last.ckpt"):
             torch.load(tmp_path / "last.ckpt")
 
@@ -213,6 +214,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from resiliency.callbacks.model_checkpoint import build
+from tests.embedded import host_agent
 from tests.callbacks.harness import loader, make_net, make_trainer
 net, folder = make_net("lightning.pytorch"), Path(sys.argv[1])
 callback = build("lightning.pytorch")(dirpath=folder, every_n_train_steps=2, save_top_k=-1)

@@ -193,7 +193,7 @@ def test_beside_another_job_in_the_folder_the_stock_class_writes(
     namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Trainings of a sweep with one folder, each with names of its own."""
-    monkeypatch.setattr("resiliency.agent.client._CLAIM_S", 0.1)
+    monkeypatch.setattr("resiliency.agent.server._OLD_CLIENTS_S", 0.1)
     left = []
     for who in ("stock", "ours"):
         folder = tmp_path / who
@@ -213,7 +213,7 @@ def test_a_restart_writes_nothing_beside_the_job_that_it_follows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That job may be an earlier attempt of its own, which was only stopped."""
-    monkeypatch.setattr("resiliency.agent.client._CLAIM_S", 0.1)
+    monkeypatch.setattr("resiliency.agent.server._OLD_CLIENTS_S", 0.1)
     monkeypatch.setenv("RESILIENCY_ATTEMPT", "2")
     with hold(tmp_path):
         made = ours(NAMESPACES[0], tmp_path, every_n_train_steps=2, save_top_k=-1, auto_resume=False)

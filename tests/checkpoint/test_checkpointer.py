@@ -49,6 +49,7 @@ from resiliency.storage.manifest import FILES_DIR
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import QUICK, RUN, differences, make_checkpointer, make_state, run_ranks, step_dirs
+from tests.embedded import host_agent
 from tests.older_torch import NOT_STORED
 
 SOON = timedelta(seconds=20)
@@ -292,7 +293,6 @@ def test_a_folder_whose_name_is_not_utf8(tmp_path: Path, agent: Any) -> None:
     folder = tmp_path / os.fsdecode(b"\xff\xfe")
     for expected in (0, 1):
         with make_checkpointer(folder, options=replace(QUICK, agent=agent)) as checkpointer:
-            assert checkpointer.session.client.embedded == (agent == "embedded")
             assert len(checkpointer.steps()) == expected
             if expected:
                 assert differences(load(checkpointer).state, make_state(1)) == []
@@ -700,8 +700,7 @@ def test_saves_take_turns_in_the_same_files(tmp_path: Path, monkeypatch: pytest.
             ticket.wait(Stage.DURABLE, timeout=SOON)
             checkpointer.flush(timeout=SOON)
             # Between two saves of a job there is time for that; a save right now might find none ready, and fill one.
-            agent = checkpointer.session.client._embedded
-            assert agent is not None and agent._files._worker.wait_idle(time.monotonic() + 20)
+            assert host_agent(checkpointer)._files._worker.wait_idle(time.monotonic() + 20)
         # Four to begin with; without turns each of the 20 has a new one.
         assert len(set(filled)) <= 5
 
@@ -885,7 +884,9 @@ def test_a_rank_that_leaves_first_and_takes_the_store_with_it(tmp_path: Path) ->
     def work(rank: int, _: Coordinator) -> None:
         coordinator = Leaving(store, rank=rank, world_size=2, prefix="leaving")
         remotes = [RemoteTierOptions(address=str(tmp_path / "r"))]
-        checkpointer = make_checkpointer(tmp_path / "c", coordinator, remotes=remotes)
+        local = LocalTierOptions(directory=str(tmp_path / "c"), shared=True)
+        checkpointer = make_checkpointer(local, coordinator, remotes=remotes)
+        checkpointer._environment = replace(checkpointer._environment, node=f"host{rank}")
         checkpointer.open()
         try:
             if rank == 0:

@@ -25,6 +25,7 @@ from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
 from resiliency.checkpoint.snapshot import Snapshot
 from resiliency.storage.manifest import ShardRecord
 from resiliency.testing.checkpoints import flip_bits, step_dir
+from tests.embedded import host_agent
 
 SOON = timedelta(seconds=30)
 RUN = "r"
@@ -86,9 +87,7 @@ def gone_soon(folder: Path, name: str = GOOD) -> bool:
 
 def nothing_left_to_delete(checkpointer: Checkpointer) -> bool:
     """Waits until the agent, which is in this process, has done all that it can by now."""
-    agent = checkpointer.session.client._embedded
-    assert agent is not None
-    return agent._commits.wait_idle(time.monotonic() + 20)
+    return host_agent(checkpointer)._commits.wait_idle(time.monotonic() + 20)
 
 
 def test_a_deletion_before_the_first_save_waits_for_it(tmp_path: Path) -> None:

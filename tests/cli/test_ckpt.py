@@ -714,8 +714,7 @@ def test_prune_sees_agents_of_hosts_with_other_names(ck: Path) -> None:
 
 
 def test_a_real_agent_is_seen(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, run="solo", rank=0, world_size=1) as checkpointer:
-        assert not checkpointer.session.client.embedded
+    with Checkpointer(tmp_path, run="solo", rank=0, world_size=1):
         seen = [one.text for one in evidence_of_use(str(tmp_path), "solo")]
         assert any("its checkpoint agent" in text for text in seen), seen
         assert evidence_of_use(str(tmp_path), "another") == []
