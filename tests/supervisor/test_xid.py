@@ -59,12 +59,82 @@ def test_lines(line: str, parsed: tuple[str, int, str] | None) -> None:
         ("GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)", DeviceClass.SWAP),
         ("GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)", DeviceClass.RESET),
         ("GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)", DeviceClass.IGNORE),
-        ("GPU recovery action changed from 0x0 (None) to 0x9 (Something New)", DeviceClass.RESET),
+        ("GPU recovery action changed from 0x0 (None) to 0x2 (OS Reboot)", DeviceClass.SWAP),
+        ("GPU recovery action changed from 0x2 (OS Reboot) to 0x0 (No Action)", DeviceClass.IGNORE),
+        ("pid=7, name=a, GPU recovery action changed from 0x0 (None) to 0x1 (OS Reboot)", DeviceClass.RESET),
+        ("GPU recovery action changed from 0x0 (None) to 0x3 (Drain P2P)", DeviceClass.SOFT),
+        ("GPU recovery action changed from 0x0 (None) to 0x4 (Drain and Reset)", DeviceClass.RESET),
+        ("GPU recovery action changed from 0x0 (None) to 0x7 (System Reboot)", DeviceClass.SWAP),
+        ("GPU recovery action changed from 0x0 (None) to 0x9 (Something New)", DeviceClass.SWAP),
+        ("GPU recovery action changed from None to Node Reboot Required", DeviceClass.SWAP),
+        ("injected fault", DeviceClass.IGNORE),
         ("", DeviceClass.IGNORE),
     ],
 )
 def test_154_asks_for_what_it_says(text: str, device_class: DeviceClass) -> None:
     assert meaning(154, text).device_class is device_class
+
+
+#: NVIDIA's table "XID 144-150 Decode": unit, error status by severity; links that are down by reason.
+NONFATAL = {
+    144: {"SAW_MVB": (0x1, 0x4, 0x8, 0x20)},
+    145: {
+        "RLW_CTRL": (0x80000000,),
+        "RLW_REMAP": (0x1, 0x2, 0x4, 0x8, 0x10, 0x20, 0x100, 0x200, 0x80000000),
+        "RLW_RSPCOL": (0x1, 0x80000000),
+        "RLW_RXPIPE": (0x1, 0x2, 0x4, 0x8, 0x80000000),
+        "RLW_SRC_TRACK": (0x2, 0x4, 0x8, 0x80000000),
+        "RLW_TAGSTATE": (0x1, 0x10000, 0x80000000),
+    },
+    146: {unit: (0x1, 0x2, 0x80000000) for unit in ("TLW_CTRL", "TLW_RX_PIPE0", "TLW_RX", "TLW_TX_PIPE1", "TLW_TX")},
+    147: {"TREX": (0x1, 0x80000000)},
+    148: {"NVLPW": (0x80000000,), "NVLPW_CTRL": (0x80000000,)},
+    149: {"NETIR_BER_EVENT": (0, 1, 2, 3), "NETIR_MFDE_EVENT": (3,)},
+}
+FATAL = {
+    144: {"SAW_MVB": (0x2, 0x10)},
+    145: {
+        "RLW_REMAP": (0x40, 0x80),
+        "RLW_RSPCOL": (0x2,),
+        "RLW_SRC_TRACK": (0x1, 0x10, 0x20),
+        "RLW_TAGSTATE": (0x2, 0x20000, 0x100000),
+    },
+    146: {unit: (0x4,) for unit in ("TLW_CTRL", "TLW_RX_PIPE0", "TLW_RX", "TLW_TX_PIPE1", "TLW_TX")},
+    149: {"NETIR": (0,), "NETIR_INT": (0,), "NETIR_MFDE_EVENT": (1, 4, 5, 7)},
+    150: {"MSE_WATCHDOG": (0,)},
+}
+DOWN = [0, 1, 2, 4, 10, 15, 16, 17, 18, 21, 22, *range(32, 39), 40, 42, 43]
+
+
+@pytest.mark.parametrize(
+    ("severity", "table", "device_class"),
+    [("Nonfatal", NONFATAL, DeviceClass.IGNORE), ("Fatal", FATAL, DeviceClass.RESET)],
+)
+def test_errors_of_nvlink_5_ask_for_what_the_decode_table_says(
+    severity: str, table: dict[int, dict[str, tuple[int, ...]]], device_class: DeviceClass
+) -> None:
+    for code, units in table.items():
+        for unit, statuses in units.items():
+            for status in statuses:
+                text = f"{unit} {severity} XC0 i0 Link 13 (0x00000021 {status:#010x} 0x00000000)"
+                for line in (text, f"pid=876767, name=GEMM Fatal, {text}"):
+                    assert meaning(code, line).device_class is device_class, (code, line)
+
+
+@pytest.mark.parametrize("unit", ["NETIR_LINK_EVT", "NETIR_LINK_DOWN"])
+def test_a_link_that_is_down_on_purpose_resets_nothing(unit: str) -> None:
+    classes = {
+        why: meaning(149, f"{unit} Fatal XC0 i0 Link 08 ({why << 20 | 0x5C6:#010x} 0x00000000)").device_class
+        for why in DOWN
+    }
+    ignored = {why for why, found in classes.items() if found is DeviceClass.IGNORE}
+    assert ignored == {0x26, 0x28} and {*classes.values()} == {DeviceClass.IGNORE, DeviceClass.RESET}
+
+
+def test_an_error_of_nvlink_5_without_a_severity_asks_for_the_worst() -> None:
+    assert {meaning(code, text).device_class for code in range(144, 151) for text in ("", "Link 13 (0x1 0x8)")} == {
+        DeviceClass.RESET
+    }
 
 
 def test_a_code_that_nobody_knows_is_ignored_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -216,19 +286,50 @@ def test_a_file_that_comes_later_is_read_from_its_beginning_by_whoever(tmp_path:
         each.close()
 
 
-def test_the_journal_is_asked_for_what_came_behind_its_cursor(tmp_path: Path) -> None:
+def journal_of(tmp_path: Path, records: list[str]) -> Journal:
     program = tmp_path / "journalctl"
-    entries = [json.dumps({"__CURSOR": f"c{at}", "MESSAGE": f"line {at}"}) for at in range(3)]
-    program.write_text(
-        '#!/bin/sh\necho "$@" >> ' + str(tmp_path / "asked") + "\ncat <<'E'\n" + "\n".join(entries) + "\n{half\nE\n"
-    )
+    asked = tmp_path / "asked"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {asked}\ncat {tmp_path / "records"}\n')
     program.chmod(0o755)
-    journal = Journal(str(program))
+    (tmp_path / "records").write_text("\n".join([*records, ""]))
+    return Journal(str(program))
+
+
+def test_the_journal_is_asked_for_what_came_behind_its_cursor(tmp_path: Path) -> None:
+    journal = journal_of(tmp_path, [json.dumps({"__CURSOR": f"c{at}", "MESSAGE": f"line {at}"}) for at in range(3)])
     journal.resume("")
     assert journal.cursor() == "c2"
     assert list(journal.lines()) == ["line 0", "line 1", "line 2"]
     asked = (tmp_path / "asked").read_text().splitlines()
     assert "--lines=1" in asked[0] and "--after-cursor=c2" in asked[1] and all("--dmesg" in each for each in asked)
+
+
+def test_each_form_of_a_message_in_the_journal_is_read_and_what_is_none_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cut = "NVRM: Xid (PCI:0000:3b:00): 95, name=ö".encode()[:-1]
+    messages: list[object] = ["text", list(cut), ["one", list(b"two\x01"), "three"], None, ["four", None], [300], 7]
+    records = [json.dumps({"__CURSOR": f"c{at}", "MESSAGE": each}) for at, each in enumerate(messages)]
+    journal = journal_of(tmp_path, [*records, '{"__CURSOR": "c98", "MESSAGE": "hal', '{"__CURSOR": "c99"}'])
+    read = list(journal.lines())
+    assert read == ["text", cut.decode(errors="replace"), "one", "two\x01", "three", "four"]
+    assert parse_xid(read[1]) is not None and journal.cursor() == "c99"
+    (said,) = caplog.messages
+    assert said.startswith("5 records of the journal cannot be read") and "c98" in said
+
+
+def test_a_record_without_a_cursor_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = journal_of(tmp_path, ["{half"])
+    assert list(journal.lines()) == list(journal.lines()) == [] and len(caplog.messages) == 1
+
+
+def test_bytes_of_a_record_that_are_not_printable_are_what_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = FileLog(str(path))
+    log.resume("")
+    path.write_bytes(b"3,7,99,-;NVRM: one\\x0aNVRM: two \\x5c \\xc3\\xb6 \\xff\n")
+    assert list(log.lines()) == ["NVRM: one\nNVRM: two \\ ö \ufffd"]
+    log.close()
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import stat
 import subprocess
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from resiliency.supervisor.monitor_state import boot_id
 
@@ -27,6 +28,8 @@ _RECORD_BYTES = 8192
 _CHUNK_BYTES = 1 << 20
 _MOST_RECORDS = 100_000
 _JOURNAL_TIMEOUT_S = 8.0
+_ESCAPED = re.compile(rb"\\x([0-9a-fA-F]{2})")
+_CURSOR = re.compile(rb'"__CURSOR"\s*:\s*"([^"\\]+)"')
 
 
 class KernelLog(Protocol):
@@ -116,12 +119,14 @@ class Ring:
 
 def _parsed(record: bytes) -> tuple[int | None, str]:
     """Splits "priority,number,microseconds,flags[,...];text", whose further lines begin with a space, into number and
-    text. The number is None when the record is not of that form."""
-    head, found, rest = record.decode(errors="replace").partition(";")
-    fields = head.split(",")
-    if not found or len(fields) < 3 or not fields[1].isdecimal():
+    text. The number is None when the record is not of that form. In the text a byte that is not printable is written as
+    "\\x0a": a line feed within a message, or a letter of a process's name."""
+    head, found, rest = record.partition(b";")
+    fields = head.split(b",")
+    if not found or len(fields) < 3 or not fields[1].isdigit():
         return None, ""
-    return int(fields[1]), rest.split("\n", 1)[0]
+    text = _ESCAPED.sub(lambda escaped: bytes([int(escaped[1], 16)]), rest.split(b"\n", 1)[0])
+    return int(fields[1]), text.decode(errors="replace")
 
 
 class FileLog:
@@ -197,6 +202,7 @@ class Journal:
     def __init__(self, program: str = "journalctl") -> None:
         self._program = program
         self._cursor = ""
+        self._unreadable = b""
 
     def resume(self, cursor: str) -> None:
         self._cursor = cursor
@@ -208,19 +214,43 @@ class Journal:
         yield from self._ask(f"--after-cursor={self._cursor}" if self._cursor else "--boot")
 
     def _ask(self, which: str) -> Iterator[str]:
-        command = [self._program, "--dmesg", "--output=json", "--no-pager", "--quiet", which]
+        command = [self._program, "--dmesg", "--output=json", "--all", "--no-pager", "--quiet", which]
         found = subprocess.run(command, capture_output=True, timeout=_JOURNAL_TIMEOUT_S, check=True)
-        for line in found.stdout.splitlines():
+        unreadable = 0
+        for record in found.stdout.splitlines():
+            if cursor := _CURSOR.search(record):
+                self._cursor = cursor[1].decode()
             try:
-                entry = json.loads(line)
-                self._cursor, message = str(entry["__CURSOR"]), entry.get("MESSAGE")
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue  # an incomplete line, because the journal is being written
-            if isinstance(message, str):
-                yield message
+                yield from _values(json.loads(record).get("MESSAGE", []))
+            except (ValueError, TypeError, AttributeError):
+                # One without a cursor is read again until another one follows it.
+                unreadable += record != self._unreadable
+                self._unreadable = record
+        if unreadable:
+            logger.warning(
+                "%d records of the journal cannot be read; faults in them are not known. The last one: %r",
+                unreadable,
+                self._unreadable[:300],
+            )
 
     def cursor(self) -> str:
         return self._cursor
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+def _values(field: Any) -> Iterator[str]:
+    """The values of a field of a record, in each form that systemd's "Journal JSON Format" has: a text, the bytes of
+    one that is no UTF-8 or not printable, and a list of those when the field occurs more than once.
+
+    Raises:
+        ValueError, TypeError: it is none of these; null stands for a value that was too long.
+    """
+    if isinstance(field, str):
+        yield field
+    elif field and isinstance(field[0], int):
+        yield bytes(field).decode(errors="replace")
+    else:
+        for value in field:
+            yield from _values(value)

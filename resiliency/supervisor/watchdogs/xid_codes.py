@@ -9,7 +9,8 @@ host, an update of the driver could empty a cluster.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from resiliency.supervisor.model import DeviceClass
 
@@ -34,9 +35,8 @@ _I, _A, _S = DeviceClass.IGNORE, DeviceClass.APPLICATION, DeviceClass.SOFT
 _R, _W = DeviceClass.RESET, DeviceClass.SWAP
 _ENGINE = "an engine raised an exception; NVIDIA: restart the application"
 _UNUSED = "NVIDIA: unused since Ampere"
-_NVLINK5 = (
-    "NVIDIA: decode the registers; the worst that they can say, and the usual for a link that is down, is a reset"
-)
+_LINK_XIDS = range(144, 151)
+_NVLINK5 = "NVIDIA: decode the line; without a severity in it the worst that it can say, a reset, is taken"
 
 #: Codes that are in use, except families of codes.
 _ROWS: list[tuple[int, str, DeviceClass, str]] = [
@@ -135,7 +135,7 @@ _FAMILIES: list[tuple[dict[int, str], DeviceClass, str]] = [
     ({code: f"NVDEC{at} exception" for at, code in enumerate([83, 84, 88, 89, 96, 97, 98], 1)}, _S, _ENGINE),
     ({code: f"NVJPG{at} exception" for at, code in enumerate([82, 99, 100, 101, 102, 103, 104, 105])}, _S, _ENGINE),
     (
-        dict(zip(range(144, 151), ("SAW", "RLW", "TLW", "TREX", "NVLPW_CTRL", "NETIR", "MSE"), strict=True)),
+        dict(zip(_LINK_XIDS, ("SAW", "RLW", "TLW", "TREX", "NVLPW_CTRL", "NETIR", "MSE"), strict=True)),
         _R,
         _NVLINK5,
     ),
@@ -164,25 +164,40 @@ def _table() -> dict[int, XidCode]:
 
 XID_CODES = _table()
 
-#: Matches the text of XID 154: "GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)".
-_ACTION = re.compile(r"\bto\s+0x[0-9a-f]+\s*\(([^)]*)\)", re.IGNORECASE)
-_ACTIONS = {
-    "none": _I,
-    "drain p2p": _S,
-    "drain and reset": _R,
-    "gpu reset required": _R,
-    "node reboot required": _W,
-}
+#: Matches the text of XID 154: "GPU recovery action changed from 0x0 (None) to 0x2 (OS Reboot)".
+_ACTION = re.compile(r"\brecovery action changed\b(?:.*\bto\s+0x([0-9a-f]+)\b)?\s*(.*)", re.IGNORECASE)
+#: By the number of the action, which keeps its meaning while drivers change its name; from NVML's
+#: nvmlDeviceGpuRecoveryAction_t. 5 and 6, the domain of IMEX and the bus, have changed places between releases.
+_ACTIONS = {0: _I, 1: _R, 2: _W, 3: _S, 4: _R, 7: _W}
+
+#: Matches the text of XIDs 144 to 150, after the process if there is one, whose name says nothing: "RLW_RXPIPE Nonfatal
+#: XC0 i0 Link 13 (0x0409a0c2 0x00000008 ...)". The first register is IntrInfo.
+_LINK_ERROR = re.compile(
+    r".*\b([A-Z][A-Z0-9_/]+) (Nonfatal|Non-fatal|Link Fatal|Fatal)\b(?:[^(]*\((0x[0-9a-f]+))?", re.IGNORECASE
+)
+#: Why a link is down, bits 20 to 25 of IntrInfo: the two reasons for which NVIDIA's decode table asks for nothing,
+#: although it calls them fatal: software or the user has taken it down, and the host has.
+_LINK_DOWN, _DOWN_ON_PURPOSE = ("NETIR_LINK_EVT", "NETIR_LINK_DOWN"), (0x26, 0x28)
 
 
 def meaning(code: int, text: str = "") -> XidCode:
-    """The entry of a code. For XID 154 the text that the driver wrote after it decides the class."""
+    """The entry of a code. For XIDs 144 to 150 and 154 the text that the driver wrote after it decides the class."""
     known = XID_CODES.get(code)
     if known is None:
         return XidCode(code=code, name="not known to this version", device_class=_I, reason="see xid_codes.py")
-    found = _ACTION.search(text) if code == 154 else None
-    if found is not None:
-        action = found[1].strip().lower()
-        wanted = _ACTIONS.get(action, _R)
-        return XidCode(code=code, name=known.name, device_class=wanted, reason=f"NVIDIA's driver says: {action}")
+    if code == 154 and (found := _ACTION.search(text)) is not None:
+        # What this version does not know, or cannot read, may need more than the remedies that it knows.
+        wanted = _ACTIONS.get(int(found[1], 16), _W) if found[1] else _W
+        return replace(known, device_class=wanted, reason=f"NVIDIA's driver says: {found[2].strip(' ()') or text}")
+    if code in _LINK_XIDS and (found := _LINK_ERROR.search(text)) is not None:
+        return replace(known, **_of_link(found[1], found[2], int(found[3] or "0", 16)))
     return known
+
+
+def _of_link(unit: str, severity: str, info: int) -> dict[str, Any]:
+    """Class and reason of an error of NVLink 5, from NVIDIA's table "XID 144-150 Decode"."""
+    if severity.lower().startswith("non"):
+        return {"device_class": _I, "reason": "NVIDIA: not fatal; where it ends a process, XID 45 or 154 follow"}
+    if any(name in unit for name in _LINK_DOWN) and info >> 20 & 0x3F in _DOWN_ON_PURPOSE:
+        return {"device_class": _I, "reason": "NVIDIA: the link was taken down by software or the host; no action"}
+    return {"device_class": _R, "reason": "NVIDIA: fatal; reset the GPU"}
