@@ -21,6 +21,8 @@ class Metadata(http.server.ThreadingHTTPServer):
         self.changed = threading.Condition()
         self.asked: list[str] = []
         self.fails = False
+        #: By key: the HTTP status that is answered instead of its value.
+        self.statuses: dict[str, int] = {}
 
     @property
     def address(self) -> str:
@@ -38,8 +40,8 @@ class _Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         key = self.path.partition("?")[0].rpartition("/")[2]
         self.server.asked.append(self.path)
-        if self.headers["Metadata-Flavor"] != "Google" or self.server.fails:
-            self.send_error(503)
+        if self.headers["Metadata-Flavor"] != "Google" or self.server.fails or key in self.server.statuses:
+            self.send_error(self.server.statuses.get(key, 503))
             return
         known = self.path.rpartition("last_etag=")[2]
         with self.server.changed:

@@ -12,7 +12,7 @@ import urllib.parse
 from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["FileSource", "METADATA_KEYS", "MetadataSource", "metadata_address", "notice_of"]
+__all__ = ["FileSource", "METADATA_KEYS", "MetadataSource", "UnheardKeys", "metadata_address", "notices_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -20,8 +20,15 @@ _LOOK_EVERY_S = 1.0
 #: Address of Google's metadata server, and the file in which Linux names the maker of the machine.
 _GOOGLE = "http://metadata.google.internal/computeMetadata/v1"
 _DMI = "/sys/class/dmi/id/product_name"
-#: The keys that are read from the server, each with the values that mean that nothing is about to happen.
-METADATA_KEYS = {"instance/preempted": ("FALSE", ""), "instance/maintenance-event": ("NONE", "")}
+#: The keys that are read from the server, each with the values with which the machine stays. From Google's pages "Query
+#: the metadata server for maintenance event notices" and "Handle GPU host maintenance events" (docs/preemption.md has
+#: them as a table). MIGRATE: the machine is moved while it runs; one with accelerators cannot be, and is never told so.
+#: Any other value, known or not, means that it goes: preempted=TRUE (Spot, half a minute), and
+#: TERMINATE_ON_HOST_MAINTENANCE (a minute, with accelerators an hour).
+METADATA_KEYS = {
+    "instance/preempted": ("FALSE", ""),
+    "instance/maintenance-event": ("NONE", "MIGRATE_ON_HOST_MAINTENANCE", ""),
+}
 #: The server answers after this many seconds when the value has not changed.
 _HANG_UP_S = 60
 _PAUSE_S = 5.0
@@ -42,27 +49,55 @@ def metadata_address(server: str | None) -> str | None:
         return None
 
 
-def notice_of(address: str, *, timeout_s: float = 2.0) -> str:
-    """What the metadata server says about the end of this machine, in words; "" when the machine stays.
+def notices_of(address: str, *, timeout_s: float = 2.0) -> tuple[list[str], dict[str, Exception]]:
+    """What the metadata server says about the end of this machine, in words, nothing when the machine stays; and by
+    key, why it has not answered. GKE's server does not have all keys.
 
     Blocks: up to ``timeout_s`` for each key.
 
     Raises:
-        OSError, http.client.HTTPException: the server does not answer, or answers with an error.
         ValueError: ``address`` is no http address.
     """
     split = urllib.parse.urlsplit(address)
     if split.scheme != "http" or not split.hostname:
         raise ValueError(_no_address(address))
+    said: list[str] = []
+    failed: dict[str, Exception] = {}
     for key, nothing in METADATA_KEYS.items():
         connection = http.client.HTTPConnection(split.hostname, split.port, timeout=timeout_s)
         try:
             value, _ = _get(connection, f"{split.path.rstrip('/')}/{key}", key)
+        except (OSError, http.client.HTTPException) as error:
+            failed[key] = error
+            continue
         finally:
             connection.close()
         if value not in nothing:
-            return _words(key, value)
-    return ""
+            said.append(_words(key, value))
+    return said, failed
+
+
+class UnheardKeys:
+    """Says once of each key that the metadata server does not answer for it, and again when it has answered since.
+    Thread: one for each key."""
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        self._said: set[str] = set()
+
+    def failed(self, key: str, error: Exception) -> None:
+        if key in self._said:
+            return
+        self._said.add(key)
+        logger.warning(
+            "the metadata server %s does not answer for %s (%r): what it would say there is not seen while it does not",
+            self._server,
+            key,
+            error,
+        )
+
+    def answered(self, key: str) -> None:
+        self._said.discard(key)
 
 
 def _no_address(address: str) -> str:
@@ -113,7 +148,8 @@ class MetadataSource:
     """Tells once when the metadata server says that this machine will stop.
 
     Each key is requested with ``wait_for_change``, so that an answer comes at once when the value changes, and
-    otherwise once a minute. When the server does not answer it is asked again every 5 s, and that is logged once.
+    otherwise once a minute. When the server does not answer for a key it is asked again every 5 s, and that is logged
+    once.
 
     Args:
         address: such as ``http://metadata.google.internal/computeMetadata/v1``.
@@ -127,7 +163,7 @@ class MetadataSource:
         self._told = told
         self._closed = threading.Event()
         self._sockets: dict[str, socket.socket] = {}
-        self._silent = False
+        self._unheard = UnheardKeys(self._address.netloc)
         self._threads = [
             threading.Thread(target=self._watch, args=(key,), name="resiliency-notice-metadata", daemon=True)
             for key in METADATA_KEYS
@@ -142,17 +178,11 @@ class MetadataSource:
             try:
                 value, etag = self._ask(key, etag)
             except (OSError, http.client.HTTPException) as error:
-                if not self._closed.is_set() and not self._silent:
-                    self._silent = True
-                    logger.warning(
-                        "the metadata server %s does not answer (%r): notices of the cloud are not seen while it does"
-                        " not",
-                        self._address.netloc,
-                        error,
-                    )
+                if not self._closed.is_set():
+                    self._unheard.failed(key, error)
                 self._closed.wait(_PAUSE_S)
                 continue
-            self._silent = False
+            self._unheard.answered(key)
             if value not in METADATA_KEYS[key]:
                 self._told(_words(key, value))
                 return

@@ -223,7 +223,32 @@ def test_a_metadata_server_that_fails_is_said_once(
         told.wait()
     finally:
         source.close()
-    assert sum("does not answer" in record.message for record in caplog.records) == 1
+    said = [record.message for record in caplog.records if "does not answer" in record.message]
+    assert len(said) == 2 and all(any(f"instance/{key} " in each for each in said) for key in metadata.values)
+
+
+def test_a_key_that_a_metadata_server_does_not_have_is_said_once_while_the_other_answers(
+    metadata: Metadata, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GKE's."""
+    monkeypatch.setattr("resiliency.preemption.sources._PAUSE_S", 0.01)
+    monkeypatch.setattr("resiliency.preemption.sources._LOOK_EVERY_S", 0.01)
+    metadata.statuses["preempted"] = 404
+    told = Told()
+    source = MetadataSource(metadata.address, told)
+    try:
+        for at in range(4):
+            before = len([path for path in metadata.asked if "/preempted" in path])
+            metadata.set("maintenance-event", ("NONE", "MIGRATE_ON_HOST_MAINTENANCE")[at % 2])
+            while len([path for path in metadata.asked if "/preempted" in path]) < before + 4:
+                threading.Event().wait(0.01)
+        assert told.all == []
+        metadata.set("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")
+        assert told.wait() == ["the metadata server, maintenance-event=TERMINATE_ON_HOST_MAINTENANCE"]
+    finally:
+        source.close()
+    (said,) = [record.message for record in caplog.records if "does not answer" in record.message]
+    assert "instance/preempted" in said and "404" in said
 
 
 # ---- other ranks

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from resiliency.preemption.sources import metadata_address, notice_of
+from resiliency.preemption.sources import metadata_address, notices_of
 from resiliency.supervisor.messages import Ask
 from resiliency.supervisor.model import ObservationKind, StepKind
 from resiliency.supervisor.watchdogs.notice import NoticeWatchdog
@@ -18,7 +18,7 @@ from tests.supervisor.monitored import Host, on_host
 @pytest.mark.parametrize(
     ("key", "value"), [("preempted", "TRUE"), ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")]
 )
-def test_a_notice_of_the_cloud_takes_the_host_out_until_it_is_over(key: str, value: str, metadata: Metadata) -> None:
+def test_a_notices_of_the_cloud_takes_the_host_out_until_it_is_over(key: str, value: str, metadata: Metadata) -> None:
     watchdog = NoticeWatchdog(metadata_server=metadata.address)
     assert watchdog.look() == []
     before = metadata.values[key]
@@ -35,7 +35,7 @@ def test_a_server_that_does_not_answer_is_said_once_and_asked_again(
 ) -> None:
     metadata.fails = True
     watchdog = NoticeWatchdog(metadata_server=metadata.address)
-    assert watchdog.look() == watchdog.look() == [] and caplog.text.count("does not answer") == 1
+    assert watchdog.look() == watchdog.look() == [] and caplog.text.count("does not answer") == 2, "of each key"
     metadata.fails = False
     metadata.set("preempted", "TRUE")
     assert len(watchdog.look()) == 1
@@ -43,10 +43,49 @@ def test_a_server_that_does_not_answer_is_said_once_and_asked_again(
     assert silent.look() == []
 
 
+@pytest.mark.parametrize("status", [404, 503])
+@pytest.mark.parametrize(
+    ("missing", "key", "value"),
+    [("preempted", "maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE"), ("maintenance-event", "preempted", "TRUE")],
+)
+def test_a_key_without_an_answer_hides_no_other_and_is_said_once(
+    missing: str, key: str, value: str, status: int, metadata: Metadata, caplog: pytest.LogCaptureFixture
+) -> None:
+    metadata.statuses[missing] = status
+    watchdog = NoticeWatchdog(metadata_server=metadata.address)
+    assert watchdog.look() == watchdog.look() == []
+    metadata.set(key, value)
+    (found,) = watchdog.look()
+    assert found.takes_host_out and f"{key}={value}" in found.detail
+    (said,) = caplog.messages
+    assert f"instance/{missing}" in said and str(status) in said
+    metadata.statuses.clear()
+    watchdog.look()
+    metadata.statuses[missing] = status
+    watchdog.look()
+    assert len(caplog.messages) == 2, "it had answered"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "goes"),
+    [
+        ("preempted", "FALSE", False),
+        ("preempted", "TRUE", True),
+        ("maintenance-event", "NONE", False),
+        ("maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE", False),
+        ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", True),
+        ("maintenance-event", "OF_ANOTHER_YEAR", True),
+    ],
+)
+def test_what_each_value_means(key: str, value: str, goes: bool, metadata: Metadata) -> None:
+    metadata.set(key, value)
+    assert bool(NoticeWatchdog(metadata_server=metadata.address).look()) is goes
+
+
 def test_addresses_that_are_none_are_refused() -> None:
     assert metadata_address("") is None and metadata_address("http://a/b") == "http://a/b"
     with pytest.raises(ValueError, match="no address of a metadata server"):
-        notice_of("ftp://a/b")
+        notices_of("ftp://a/b")
 
 
 def test_a_host_with_a_notice_passes_no_check_and_is_given_back_when_it_is_removed(tmp_path: Path) -> None:

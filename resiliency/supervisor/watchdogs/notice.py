@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import http.client
-import logging
 import os
 
-from resiliency.preemption.sources import metadata_address, notice_of
+from resiliency.preemption.sources import METADATA_KEYS, UnheardKeys, metadata_address, notices_of
 from resiliency.supervisor.watchdogs.base import Finding, Watchdog
 
 __all__ = ["NoticeWatchdog"]
-
-logger = logging.getLogger(__name__)
 
 
 class NoticeWatchdog(Watchdog):
@@ -30,25 +26,19 @@ class NoticeWatchdog(Watchdog):
 
     def __init__(self, file: str = "", metadata_server: str = "auto") -> None:
         self._file, self._server = file, metadata_address(metadata_server)
-        self._unheard = False
+        self._unheard = UnheardKeys(self._server or "")
 
     def look(self) -> list[Finding]:
         words = [f"the file {self._file}"] if self._file and os.path.lexists(self._file) else []
-        if said := self._ask():
-            words.append(said)
-        return [Finding(code=word, detail=f"the machine is told to go: {word}") for word in words]
+        return [Finding(code=word, detail=f"the machine is told to go: {word}") for word in (*words, *self._ask())]
 
-    def _ask(self) -> str:
+    def _ask(self) -> list[str]:
         if self._server is None:
-            return ""
-        try:
-            said = notice_of(self._server)
-        except (OSError, http.client.HTTPException) as error:
-            if not self._unheard:  # it is asked as often as before, because notices are short
-                logger.warning(
-                    "the metadata server %s does not answer (%r): its notices are not seen", self._server, error
-                )
-            self._unheard = True
-            return ""
-        self._unheard = False
+            return []
+        said, failed = notices_of(self._server)  # as often also when it fails, because notices are short
+        for key in METADATA_KEYS:
+            if key in failed:
+                self._unheard.failed(key, failed[key])
+            else:
+                self._unheard.answered(key)
         return said
