@@ -15,7 +15,7 @@ from contextlib import suppress
 from resiliency.settings import all_variables
 from resiliency.supervisor.watchdogs.registry import Watchdogs
 
-__all__ = ["Problem", "problems_of_host", "reset_devices"]
+__all__ = ["Problem", "device_count", "problems_of_host", "reset_devices"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,16 @@ Problem = str
 #: Name of the environment variable that gives a reset program its devices.
 DEVICES_VARIABLE = "RESILIENCY_DEVICES"
 _LONGEST_OUTPUT = 500
+#: Has an entry for each GPU that NVIDIA's driver could set up when it was loaded.
+_GPUS = "/proc/driver/nvidia/gpus"
+
+
+def device_count() -> int:
+    """How many GPUs NVIDIA's driver has; 0: there is no driver. One that was lost before it was loaded is not counted."""
+    try:
+        return len(os.listdir(_GPUS))
+    except OSError:
+        return 0
 
 
 async def problems_of_host(

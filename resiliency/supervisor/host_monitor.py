@@ -23,7 +23,7 @@ from resiliency.launch.processes import is_stopped
 from resiliency.settings import all_variables
 from resiliency.supervisor._tasks import end_tasks, is_set_within
 from resiliency.supervisor.asks import Asks, NotYet
-from resiliency.supervisor.checks import Problem, problems_of_host, reset_devices
+from resiliency.supervisor.checks import Problem, device_count, problems_of_host, reset_devices
 from resiliency.supervisor.connection import ConnectionSettings, SupervisorConnection
 from resiliency.supervisor.launcher_link import LauncherLink
 from resiliency.supervisor.launcher_messages import (
@@ -57,7 +57,7 @@ from resiliency.supervisor.messages import (
     RankReport,
     Report,
 )
-from resiliency.supervisor.model import Observation, ObservationKind, Place, StepKind
+from resiliency.supervisor.model import DeviceClass, Observation, ObservationKind, Place, StepKind
 from resiliency.supervisor.monitor_settings import MonitorSettings
 from resiliency.supervisor.monitor_state import Given, LauncherId, MonitorState, StateFolder
 from resiliency.supervisor.outbox import Outbox
@@ -77,6 +77,10 @@ _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S, _LIVED_S = 0.5, 30.0, 30.0
 _MANY_DEATHS = 3
 #: Ranks have lost a peer: seconds that the peer's host has to report why, before this monitor reports it.
 _LOST_PEERS_S = 5.0
+#: A rank was killed: longest wait, in seconds, for the kernel's log to say whether the kernel has done it.
+_KERNEL_SAYS_S = 1.0
+#: Seconds for the watchdogs to see what a reset of devices has itself written to the kernel's log.
+_RESET_SAYS_S = 5.0
 #: Seconds that a launcher has to end by itself once all jobs are completed.
 _COMPLETED_S = 60.0
 #: Seconds until a launcher that did not read a message is told again.
@@ -144,6 +148,8 @@ class HostMonitor:
         self._says_faults = False
         self._saving: asyncio.Future[Problem] | None = None
         self._lost_peers: asyncio.TimerHandle | None = None
+        #: Ranks that were killed, and will be reported as soon as the kernel's log has been read.
+        self._asking_kernel: set[asyncio.Task[None]] = set()
         self._cable = cable
         #: Timer that plugs the pulled cable in again.
         self._partition: asyncio.TimerHandle | None = None
@@ -218,7 +224,7 @@ class HostMonitor:
             await self._end(tasks[1])
             return 0
         finally:
-            await end_tasks(tasks)
+            await end_tasks([*tasks, *self._asking_kernel])
             await self._close()
 
     async def _end(self, keeping: asyncio.Task[None]) -> None:
@@ -491,7 +497,7 @@ class HostMonitor:
         if self._launcher is not None and given.launcher == self._launcher.identity and not given.withdrawn:
             return
         known = (one for one in self._outbox.kept if one.kind is ObservationKind.WORKER_LOST)
-        if any(one.workload == place.workload and one.epoch == place.epoch for one in known):
+        if self._asking_kernel or any(one.workload == place.workload and one.epoch == place.epoch for one in known):
             return
         why = "they were told to leave it" if given.withdrawn else "their launcher is gone"
         self._observe(
@@ -547,6 +553,7 @@ class HostMonitor:
             preempted=seen.preempted,
             ranks=seen.pages,
             problem=self._problem()[:_LONGEST_REASON],
+            devices=device_count(),
         )
 
     def _refused_for(self) -> tuple[str, int]:
@@ -585,6 +592,8 @@ class HostMonitor:
         return "; ".join(filter(None, found))
 
     def _observe(self, one: Observation) -> None:
+        if self._is_resetting and one.device_class is DeviceClass.RESET:
+            return  # said after the reset, if it is not mended by it
         if self._outbox.add(one):
             self._connection.say_soon()
 
@@ -632,8 +641,8 @@ class HostMonitor:
         if message.epoch and message.epoch == seen.epoch and not seen.ended:
             seen.running.clear()
             seen.pages = ()
-            known = (one for one in self._outbox.kept if one.workload == seen.workload)
-            if self._lost_peers is None and not any(one.epoch == seen.epoch for one in known):
+            said = any(one.workload == seen.workload and one.epoch == seen.epoch for one in self._outbox.kept)
+            if self._lost_peers is None and not said and not self._asking_kernel:
                 self._lost(seen, None, "the launcher has no ranks of this epoch any more")
         self._changed.set()
 
@@ -648,7 +657,7 @@ class HostMonitor:
             self._save()
 
     def _hears_lost(self, message: Lost) -> None:
-        self._seen.running.pop(message.rank, None)
+        process = self._seen.running.pop(message.rank, 0)
         if message.signal is not None:
             how = f"signal {message.signal}"
         elif message.exit_code is not None:
@@ -656,7 +665,23 @@ class HostMonitor:
         else:
             how = "it is gone"
         left = " (it was told to go, and has saved)" if message.preempted else ""
-        self._lost(self._seen, message.rank, f"{how}{left}{': ' if message.reason else ''}{message.reason}")
+        detail = f"{how}{left}{': ' if message.reason else ''}{message.reason}"
+        if message.signal == signal.SIGKILL and process and self._watchdogs.hear_of_kills:
+            task = asyncio.create_task(self._was_killed(self._seen, message.rank, process, detail))
+            self._asking_kernel.add(task)
+            task.add_done_callback(self._asking_kernel.discard)
+        else:
+            self._lost(self._seen, message.rank, detail)
+
+    async def _was_killed(self, seen: _Seen, rank: int, process: int, detail: str) -> None:
+        """Reports a rank that was killed, with the kernel's reason if it is the kernel that has killed it."""
+        why = await self._watchdogs.why_killed(process, _KERNEL_SAYS_S)
+        if why:
+            logger.error(
+                "rank %d (process %d) was killed by the kernel, which was out of memory: %s", rank, process, why
+            )
+            detail = f"{detail}: the kernel was out of memory: {why}"
+        self._lost(seen, rank, detail)
 
     def _hears_lost_peers(self, message: LostPeers) -> None:
         """The host of a lost peer reports why. If no host does, this one reports it after a delay; otherwise the job
@@ -748,7 +773,9 @@ class HostMonitor:
                 await launcher.end(min(self._settings.grace_s, within_s / 2))
             problem = await reset_devices(self._settings.reset_command, devices, within_s)
             if not problem:
+                await self._watchdogs.look_all(_RESET_SAYS_S)  # links that go down with a device are no new fault
                 self._watchdogs.were_reset(devices)
+                self._says_faults = True  # of other devices, seen meanwhile
             return problem
         finally:
             self._is_resetting = False

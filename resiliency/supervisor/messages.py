@@ -38,7 +38,7 @@ __all__ = [
     "unpack",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 #: Plan number of an ask that belongs to no plan: the check of a host that joins. Plans are numbered from 1.
 NO_PLAN = 0
 #: The problem that a host reports when its monitor was told to end.
@@ -125,6 +125,7 @@ class Report:
         ended: all ranks of the epoch have finished.
         preempted: they have saved and left because they were told to go.
         problem: why the host cannot have ranks now; "": it can.
+        devices: GPUs that the driver has; 0: there is no driver.
     """
 
     number: int
@@ -135,6 +136,7 @@ class Report:
     preempted: bool = False
     ranks: tuple[RankReport, ...] = ()
     problem: str = ""
+    devices: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,6 +265,7 @@ _REPORT_KINDS: dict[str, tuple[type, ...]] = {
     "ended": (bool,),
     "preempted": (bool,),
     "problem": (str,),
+    "devices": (int,),
 }
 assert _RANK_KINDS.keys() == RankReport.__dataclass_fields__.keys()
 assert _REPORT_KINDS.keys() == Report.__dataclass_fields__.keys() - {"ranks"}

@@ -124,6 +124,7 @@ class _Heard:
     problem: str = ""
     elsewhere_since_s: float | None = None
     has_reported: bool = False
+    devices: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -214,6 +215,8 @@ class Service:
             ended=self._carried_out,
         )
         self._heard: dict[str, _Heard] = {}
+        #: How many hosts have so many devices.
+        self._devices: Counter[int] = Counter()
         self._masters: dict[str, tuple[int, str]] = {}
         self._checks: dict[str, _Check] = {}
         #: Answers of hosts, by plan number and step index.
@@ -400,7 +403,8 @@ class Service:
         for name in self.sensor.forgotten(now_s):
             if placed(name) is None:
                 self.sensor.forget(name)
-                self._heard.pop(name, None)
+                if (gone := self._heard.pop(name, None)) is not None:
+                    self._count_devices(gone, None)
         for name, heard in self._heard.items():
             if heard.link is not None and self.sensor.state_of(name) is HostState.SILENT:
                 # If the monitor lives, it connects again.
@@ -588,8 +592,9 @@ class Service:
         host = link.host
         self._hear(link, now_s)
         heard = self._heard[host]
-        self._take_problem(host, heard, report.problem, now_s)
         placed = self.decided.place(host)
+        lacks = self._lacks_devices(heard, report.devices)
+        self._take_problem(host, heard, report.problem or ("" if placed else lacks), now_s)
         reported = report.workload, report.epoch
         news = reported != heard.place
         heard.place = reported
@@ -667,6 +672,23 @@ class Service:
                     detail=f"the host has no ranks of epoch {workload.epoch} any more",
                 )
             )
+
+    def _lacks_devices(self, heard: _Heard, devices: int) -> str:
+        """Why a host cannot have ranks that has fewer devices than most hosts: one may be lost without a trace on a
+        host that has just been started. A host that has ranks already is judged by them."""
+        self._count_devices(heard, devices)
+        usual = max(self._devices, key=lambda count: (self._devices[count], count))
+        return f"it has {devices} devices, and most hosts have {usual}" if devices < usual else ""
+
+    def _count_devices(self, heard: _Heard, devices: int | None) -> None:
+        if devices == heard.devices:
+            return
+        if heard.devices is not None:
+            self._devices[heard.devices] -= 1
+        if devices is not None:
+            self._devices[devices] += 1
+        heard.devices = devices
+        self._devices = +self._devices  # without those that no host has any more
 
     def _take_problem(self, host: str, heard: _Heard, problem: str, now_s: float) -> None:
         problem = plain_text(problem)

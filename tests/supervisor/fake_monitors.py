@@ -87,9 +87,12 @@ class FakeMonitor:
         asked: all asks, as often as they came.
         trains: its ranks make steps.
         shows: what their pages say otherwise.
+        devices: how many it has.
     """
 
-    def __init__(self, url: str, name: str, *, token: str = "", ranks: int = 1, incarnation: str = "1") -> None:
+    def __init__(
+        self, url: str, name: str, *, token: str = "", ranks: int = 1, incarnation: str = "1", devices: int = 0
+    ) -> None:
         self.url, self.name, self.token, self.ranks = url.replace("http", "ws", 1), name, token, ranks
         self.incarnation = incarnation
         self.desired: Desired | None = None
@@ -101,6 +104,7 @@ class FakeMonitor:
         self.asked: list[tuple[int, int, StepKind]] = []
         self.trains, self.obeys = True, True
         self.shows: dict[str, float] = {}
+        self.devices = devices
         self.step, self.ended, self.number = 0, False, 0
         self.place: Any = None
         self.began_at = 0
@@ -204,6 +208,7 @@ class FakeMonitor:
             "master": f"10.0.0.1:{20000 + place.epoch}" if place and place.node_rank == 0 else "",
             "ended": self.ended,
             "ranks": ranks,
+            "devices": self.devices,
             **fields,
         }
         await self.send(Report(**given))

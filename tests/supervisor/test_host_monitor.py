@@ -39,6 +39,22 @@ def test_a_place_reaches_the_launcher_and_its_master_the_supervisor(tmp_path: Pa
     on_host(tmp_path, scenario)
 
 
+def test_how_many_devices_the_driver_has_is_said_with_each_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = tmp_path / "gpus"
+    monkeypatch.setattr("resiliency.supervisor.checks._GPUS", str(gpus))
+
+    async def scenario(host: Host) -> None:
+        host.start_monitor()
+        await host.supervisor.report(lambda one: one.devices == 0)
+        for at in range(3):
+            (gpus / f"0000:0{at}:00.0").mkdir(parents=True)
+        await host.supervisor.report(lambda one: one.devices == 3, since=len(host.supervisor.heard))
+
+    on_host(tmp_path, scenario)
+
+
 def test_what_happens_is_said_before_the_period_is_over(tmp_path: Path) -> None:
     async def scenario(host: Host) -> None:
         host.supervisor.period_s = 60.0

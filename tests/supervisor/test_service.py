@@ -34,6 +34,7 @@ from resiliency.supervisor.model import (
     Workload,
     WorkloadState,
 )
+from resiliency.supervisor.sensor import SensorSettings
 from resiliency.supervisor.server import Supervisor
 from resiliency.supervisor.settings import HangSettings, StragglerSettings
 from resiliency.supervisor.store import Store
@@ -222,6 +223,29 @@ def test_a_host_that_fails_its_check_gets_no_place(tmp_path: Path) -> None:
                 await until(lambda: is_running(supervisor))
                 assert bad.place is None and b.place is not None and c.place is not None
                 assert states(supervisor)["bad"] is HostState.QUARANTINED
+
+    run(work)
+
+
+def test_a_host_with_fewer_devices_than_its_peers_gets_no_place_and_one_that_trains_keeps_its(tmp_path: Path) -> None:
+    async def work() -> None:
+        soon = SensorSettings(period_s=PERIOD_S, timeout_s=TIMEOUT_S, quarantine_s=0.2)
+        async with leading(settings(tmp_path, sensor=soon)) as supervisor:
+            bad = FakeMonitor(url_of(supervisor), "bad", devices=7)
+            async with monitors(url_of(supervisor), "a", "b", devices=8) as (a, b):
+                await until(lambda: is_running(supervisor))
+                async with bad:
+                    said = "it has 7 devices, and most hosts have 8"
+                    await until(lambda: states(supervisor).get("bad") is HostState.QUARANTINED)
+                    assert supervisor.service is not None
+                    assert said in supervisor.service.sensor.host("bad").reason  # type: ignore[union-attr]
+                    a.devices = 7
+                    number = a.number
+                    await until(lambda: a.number > number + 3)
+                    assert is_running(supervisor) and a.place is not None
+                    a.devices = 8
+                    bad.devices = 8  # it was repaired
+                    await until(lambda: states(supervisor)["bad"] is HostState.READY)
 
     run(work)
 

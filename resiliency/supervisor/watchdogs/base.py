@@ -33,6 +33,8 @@ class Finding:
         device_class: what is needed to mend a fault of a device; None: it is a fault of the host, which then cannot
             have ranks.
         warning: for a fault of the host: the host goes on; the monitor logs it and does not tell the supervisor.
+        killed: a process that the kernel has killed for lack of memory; 0: none. It says why a rank was lost, and
+            nothing when the process was no rank.
     """
 
     code: str
@@ -40,6 +42,7 @@ class Finding:
     device: str = ""
     device_class: DeviceClass | None = None
     warning: bool = False
+    killed: int = 0
 
     @property
     def is_lasting(self) -> bool:
@@ -59,12 +62,14 @@ class Watchdog:
         interval_s: seconds between two looks.
         deadline_s: seconds that a look may take.
         cooldown_s: seconds until a finding of the same code and device is passed on again.
+        hears_of_kills: whether its findings tell which processes the kernel has killed.
     """
 
     name: str = "custom"
     interval_s: float = 10.0
     deadline_s: float = 10.0
     cooldown_s: float = 600.0
+    hears_of_kills: bool = False
 
     def look(self) -> Sequence[Finding]:
         """Returns what is wrong now, or has happened since the last look. Thread: this watchdog's own. Blocks: up to

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from resiliency.supervisor.monitor_state import boot_id
 
-__all__ = ["FileLog", "Journal", "KernelLog", "Ring", "open_kernel_log"]
+__all__ = ["FileLog", "Journal", "KernelLog", "Ring", "has_kernels_pids", "open_kernel_log"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,8 @@ RING = "/dev/kmsg"
 #: A record of the ring is at most this long, see the kernel's Documentation/ABI/testing/dev-kmsg.
 _RECORD_BYTES = 8192
 _CHUNK_BYTES = 1 << 20
+#: The first pid namespace, PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h.
+_FIRST_PIDS = f"pid:[{0xEFFFFFFC}]"
 _MOST_RECORDS = 100_000
 _JOURNAL_TIMEOUT_S = 8.0
 _ESCAPED = re.compile(rb"\\x([0-9a-fA-F]{2})")
@@ -61,6 +63,11 @@ def open_kernel_log(source: str = "") -> KernelLog:
         if not shutil.which("journalctl"):
             raise
         return Journal()
+
+
+def has_kernels_pids() -> bool:
+    """Whether numbers of processes in the kernel's log are those that this process sees: not within a container."""
+    return os.readlink("/proc/self/ns/pid") == _FIRST_PIDS
 
 
 class Ring:

@@ -8,6 +8,7 @@ import importlib.metadata
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from resiliency.supervisor.monitor_state import Fault, MonitorState, boot_id
 from resiliency.supervisor.watchdogs.base import Finding, Watchdog, WatchdogRunner
 from resiliency.supervisor.watchdogs.disk import DiskWatchdog
 from resiliency.supervisor.watchdogs.ecc import EccWatchdog
+from resiliency.supervisor.watchdogs.kernel_log import has_kernels_pids
 from resiliency.supervisor.watchdogs.memory import MemoryWatchdog
 from resiliency.supervisor.watchdogs.notice import NoticeWatchdog
 from resiliency.supervisor.watchdogs.xid import XidWatchdog
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 #: Group of entry points: name -> a class, or a function without arguments, that returns a watchdog.
 ENTRY_POINTS = "resiliency.watchdogs"
 _LONGEST_DETAIL = 1000
+#: How many killed processes are remembered; the oldest are forgotten.
+_MOST_KILLED = 100
 #: Seconds between two writes of the watchdogs' cursors while nothing is found.
 _KEEP_EVERY_S = 60.0
 
@@ -119,6 +123,7 @@ class Watchdogs:
         self._runners = [WatchdogRunner(each, self._passed_on, self._looked) for each in watchdogs]
         self._keep_now, self._kept_s = False, time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
+        self._killed: dict[int, str] = {}
         for each in watchdogs:
             each.resume(state.cursors.get(each.name, ""))
 
@@ -141,6 +146,12 @@ class Watchdogs:
     def _passed_on(self, finding: Finding) -> None:
         self._keep_now = True
         detail = finding.detail[:_LONGEST_DETAIL]
+        if finding.killed:  # said when it is known to be a rank
+            self._killed.pop(finding.killed, None)
+            self._killed[finding.killed] = detail
+            if len(self._killed) > _MOST_KILLED:
+                del self._killed[next(iter(self._killed))]
+            return
         if finding.warning or finding.device_class is DeviceClass.IGNORE:
             logger.warning("%s%s", f"device {finding.device}: " if finding.device else "", detail)
             return
@@ -168,6 +179,20 @@ class Watchdogs:
             )
         )
 
+    @property
+    def hear_of_kills(self) -> bool:
+        """Whether a watchdog tells which processes the kernel has killed."""
+        return any(runner.watchdog.hears_of_kills for runner in self._runners)
+
+    async def why_killed(self, process: int, within_s: float) -> str:
+        """The line in which the kernel says that it has killed this process for lack of memory; "" when it has not, or
+        when that is not known. Blocks: up to ``within_s``."""
+        looks = [runner.look_now(within_s) for runner in self._runners if runner.watchdog.hears_of_kills]
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*looks), within_s)
+        # The kernel counts processes in its own namespace.
+        return self._killed.pop(process, "") if has_kernels_pids() else ""
+
     async def look_all(self, within_s: float) -> list[str]:
         """Has all watchdogs look at once. Returns the problems of those that did not end in time. Blocks: up to
         ``within_s``."""
@@ -188,7 +213,10 @@ class Watchdogs:
             if finding.takes_host_out and not finding.is_lasting
         ]
         lasting = (fault for fault in self._state.faults if resettable or not _asks_for_reset(fault))
-        return [*now, *(f"device {fault.device}: {fault.detail}" for fault in lasting)]
+        return [
+            *now,
+            *(f"device {fault.device}: {fault.detail}" if fault.device else fault.detail for fault in lasting),
+        ]
 
     def asking_for_reset(self) -> list[Observation]:
         """Faults that a reset of the device mends, as they were observed first."""
@@ -204,13 +232,17 @@ class Watchdogs:
         )
 
     def faulty(self) -> list[str]:
-        """Devices that need a reset."""
-        return sorted({fault.device for fault in self._state.faults if _asks_for_reset(fault)})
+        """Devices that need a reset; empty: all of the host do, or none does."""
+        devices = {fault.device for fault in self._state.faults if _asks_for_reset(fault)}
+        return [] if "" in devices else sorted(devices)
 
     def were_reset(self, devices: Sequence[str]) -> None:
-        """Forgets the faults of these devices that a reset mends."""
+        """Forgets the faults that a reset mends, of these devices, or of all when there are none. The links between
+        devices are reset with any of them."""
         self._state.faults = [
-            fault for fault in self._state.faults if not (fault.device in devices and _asks_for_reset(fault))
+            fault
+            for fault in self._state.faults
+            if not (_asks_for_reset(fault) and (not devices or fault.device in ("", *devices)))
         ]
         self._save()
 

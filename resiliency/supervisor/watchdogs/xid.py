@@ -1,4 +1,5 @@
-"""Watches for XIDs, the errors that NVIDIA's driver reports in the kernel's log."""
+"""Watches the kernel's log: for XIDs and SXIDs, the errors that NVIDIA's drivers report, and for other lines that cost
+a job its host."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ import re
 
 from resiliency.supervisor.model import DeviceClass
 from resiliency.supervisor.watchdogs.base import Finding, Watchdog
+from resiliency.supervisor.watchdogs.kernel_lines import kernel_finding
 from resiliency.supervisor.watchdogs.kernel_log import KernelLog, open_kernel_log
+from resiliency.supervisor.watchdogs.sxid_codes import sxid_finding
 from resiliency.supervisor.watchdogs.xid_codes import XID_CODES, meaning
 
 __all__ = ["XidWatchdog", "parse_xid", "xid_finding"]
@@ -46,6 +49,7 @@ class XidWatchdog(Watchdog):
     name = "xid"
     interval_s = 1.0
     cooldown_s = 60.0
+    hears_of_kills = True
 
     def __init__(self, source: str = "") -> None:
         self._source = source
@@ -62,17 +66,22 @@ class XidWatchdog(Watchdog):
             self._log.resume(self._cursor)
         found: list[Finding] = []
         for line in self._log.lines():
-            parsed = parse_xid(line)
-            if parsed is None:
-                continue
-            device, code, text = parsed
-            if code not in XID_CODES and code not in self._unknown:
-                self._unknown.add(code)
-                logger.warning("XID %d is not known to this version, and is ignored: %s", code, line[:300])
-            found.append(xid_finding(device, code, text))
+            finding = self._finding(line)
+            if finding is not None:
+                found.append(finding)
         self._cursor = self._log.cursor()
         # The worst first, because further XIDs of a device are often consequences of it.
         return sorted(found, key=lambda one: -_ORDER.index(one.device_class or DeviceClass.IGNORE))
+
+    def _finding(self, line: str) -> Finding | None:
+        parsed = parse_xid(line)
+        if parsed is None:
+            return sxid_finding(line) or kernel_finding(line)
+        device, code, text = parsed
+        if code not in XID_CODES and code not in self._unknown:
+            self._unknown.add(code)
+            logger.warning("XID %d is not known to this version, and is ignored: %s", code, line[:300])
+        return xid_finding(device, code, text)
 
     def cursor(self) -> str:
         return self._cursor
