@@ -30,7 +30,7 @@ _GPUS = "/proc/driver/nvidia/gpus"
 
 
 def device_count() -> int:
-    """How many GPUs NVIDIA's driver has; 0: there is no driver. One that was lost before it was loaded is not counted."""
+    """How many GPUs NVIDIA's driver has, without those that were lost before it was loaded; 0: there is no driver."""
     try:
         return len(os.listdir(_GPUS))
     except OSError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from pathlib import Path
@@ -17,7 +16,7 @@ from resiliency.supervisor.watchdogs.base import Finding
 from resiliency.supervisor.watchdogs.kernel_lines import KERNEL_LINES, kernel_finding
 from resiliency.supervisor.watchdogs.sxid_codes import sxid_finding
 from resiliency.supervisor.watchdogs.xid import XidWatchdog
-from tests.supervisor.monitored import Host, on_host
+from tests.supervisor.monitored import Host, on_host, place
 
 IGNORE, RESET, SWAP = DeviceClass.IGNORE, DeviceClass.RESET, DeviceClass.SWAP
 
@@ -70,31 +69,44 @@ def test_lines_of_switches_that_are_no_error(line: str) -> None:
     assert sxid_finding(line) is None
 
 
-def test_a_switch_that_asks_for_a_reset_has_all_devices_reset_once(tmp_path: Path) -> None:
-    """The reset takes links down, of which the switches write."""
+@pytest.mark.parametrize(("asks", "reset"), [("SXid", ""), ("Xid", "0000:3b:00")])
+def test_what_a_reset_itself_writes_is_no_new_fault_and_what_others_write_meanwhile_is(
+    tmp_path: Path, asks: str, reset: str
+) -> None:
+    """A switch has all devices reset, and the reset of a device takes links down, of which the switches write."""
+    xid, other = "NVRM: Xid (PCI:0000:3b:00): 74, pid=1", "NVRM: Xid (PCI:0000:5e:00): 95, pid=1"
     fatal = "nvidia-nvswitch0: SXid (PCI:0000:c2:00.0): {}, Fatal, Link 28 LTSSM Fault Up"
+    written = [fatal.format(20035), *([other] if asks == "Xid" else [])]
 
     async def scenario(host: Host) -> None:
         kernel, program, resets = (tmp_path / name for name in ("kernel", "reset", "resets"))
         kernel.write_text("")
-        program.write_text(
-            f"#!/bin/sh\necho \"<${DEVICES_VARIABLE}>\" >> {resets}\necho '{fatal.format(20035)}' >> {kernel}\n"
-        )
+        says = "".join(f"echo '{line}' >> {kernel}\n" for line in written)
+        program.write_text(f'#!/bin/sh\necho "<${DEVICES_VARIABLE}>" >> {resets}\n{says}')
         program.chmod(0o700)
         watchdog = XidWatchdog(str(kernel))
         watchdog.interval_s = 0.02
         host.watchdogs = [watchdog]
         host.start_monitor(reset_command=str(program))
         await host.with_place(1)
+        watchdog.interval_s = 60.0  # from the next look on: what the reset writes is looked for
         with kernel.open("a") as file:
-            file.write(f"NVRM: Xid (PCI:0000:3b:00): 74, pid=1\n{fatal.format(20034)}\n")
-        await host.supervisor.observed(2)
-        await host.supervisor.want(asks=(Ask(plan=1, at=0, kind=StepKind.RESET_DEVICES, timeout_s=10),))
+            file.write(f"{xid}\n" + (f"{fatal.format(20034)}\n" if asks == "SXid" else ""))
+        ask = Ask(plan=1, at=0, kind=StepKind.VERIFY, timeout_s=10)
+        await host.supervisor.want(place=place(1), asks=(ask,))
+        before = 2 if asks == "SXid" else 1
+        await host.supervisor.observed(before)
         await host.supervisor.until(lambda: host.supervisor.answers)
-        assert host.supervisor.answers[0].problem == "" and resets.read_text() == "<>\n"
-        await host.supervisor.want(asks=(Ask(plan=2, at=0, kind=StepKind.VERIFY, timeout_s=10),))
+        ask = Ask(plan=2, at=0, kind=StepKind.RESET_DEVICES, timeout_s=10)
+        await host.supervisor.want(place=place(1), asks=(ask,))
         await host.supervisor.until(lambda: len(host.supervisor.answers) == 2)
-        assert host.supervisor.answers[1].problem == "" and len(host.supervisor.observations) == 2
+        assert host.supervisor.answers[1].problem == "" and resets.read_text() == f"<{reset}>\n"
+        ask = Ask(plan=3, at=0, kind=StepKind.VERIFY, timeout_s=10)
+        await host.supervisor.want(place=place(1), asks=(ask,))
+        await host.supervisor.until(lambda: len(host.supervisor.answers) == 3)
+        assert "SXID" not in host.supervisor.answers[2].problem
+        faults = [one for one in host.supervisor.observations if one.kind is ObservationKind.DEVICE_FAULT]
+        assert [one.device for one in faults[before:]] == (["0000:5e:00"] if asks == "Xid" else [])
 
     on_host(tmp_path, scenario)
 
@@ -261,17 +273,15 @@ def test_why_the_kernel_has_killed_a_rank_is_said_and_of_other_processes_nothing
     on_host(tmp_path, scenario)
 
 
-def test_a_killed_rank_is_reported_once_also_while_the_log_is_read(tmp_path: Path) -> None:
-    """The launcher says meanwhile that it has no ranks any more."""
+@pytest.mark.parametrize("then", ["waits", "ends"])
+def test_killed_ranks_are_reported_once_also_while_the_log_is_read(tmp_path: Path, then: str) -> None:
+    """Their launcher says meanwhile that it has no ranks any more, or ends."""
+    reader, writer = os.pipe()
 
     class Slow(XidWatchdog):
-        reading = asyncio.Event()
-
         def look(self) -> list[Finding]:
             os.read(reader, 1)
             return super().look()
-
-    reader, writer = os.pipe()
 
     async def scenario(host: Host) -> None:
         watchdog = Slow(str(tmp_path / "kernel"))
@@ -281,13 +291,18 @@ def test_a_killed_rank_is_reported_once_also_while_the_log_is_read(tmp_path: Pat
         host.start_monitor()
         pid = (await host.with_place(1))["pid"]
         await host.supervisor.until(lambda: watchdog.cursor())
-        host.launchers.say(pid, kind="lost", epoch=1, rank=0, signal=int(signal.SIGKILL))
-        host.launchers.say(pid, kind="waiting", epoch=1, warm=True)
-        host.launchers.say(pid, kind="lost", epoch=1, rank=1, exit_code=1)
-        await host.supervisor.observed(1)
+        for rank in (0, 1):
+            host.launchers.say(pid, kind="lost", epoch=1, rank=rank, signal=int(signal.SIGKILL))
+        if then == "waits":
+            host.launchers.say(pid, kind="waiting", epoch=1, warm=True)
+            host.launchers.say(pid, kind="lost", epoch=1, rank=2, exit_code=1)
+            await host.supervisor.observed(1)
+        else:
+            host.launchers.do(pid, do="exit", status=1)
+            await host.launchers.next("started")
         os.write(writer, b"11")
-        seen = await host.supervisor.observed(2)
-        assert [one.rank for one in seen] == [1, 0]
+        lost = {0, 1, 2} if then == "waits" else {0, 1}
+        assert {one.rank for one in await host.supervisor.observed(len(lost))} == lost
 
     try:
         on_host(tmp_path, scenario)

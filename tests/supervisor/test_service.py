@@ -232,8 +232,9 @@ def test_a_host_with_fewer_devices_than_its_peers_gets_no_place_and_one_that_tra
         soon = SensorSettings(period_s=PERIOD_S, timeout_s=TIMEOUT_S, quarantine_s=0.2)
         async with leading(settings(tmp_path, sensor=soon)) as supervisor:
             bad = FakeMonitor(url_of(supervisor), "bad", devices=7)
-            async with monitors(url_of(supervisor), "a", "b", devices=8) as (a, b):
+            async with monitors(url_of(supervisor), "a", "b", "c", devices=8) as hosts:
                 await until(lambda: is_running(supervisor))
+                a = next(host for host in hosts if host.place is not None)
                 async with bad:
                     said = "it has 7 devices, and most hosts have 8"
                     await until(lambda: states(supervisor).get("bad") is HostState.QUARANTINED)

@@ -302,6 +302,7 @@ def test_the_journal_is_asked_for_what_came_behind_its_cursor(tmp_path: Path) ->
     assert list(journal.lines()) == ["line 0", "line 1", "line 2"]
     asked = (tmp_path / "asked").read_text().splitlines()
     assert "--lines=1" in asked[0] and "--after-cursor=c2" in asked[1] and all("--dmesg" in each for each in asked)
+    assert all("--all" in each for each in asked), "otherwise a long message is null"
 
 
 def test_each_form_of_a_message_in_the_journal_is_read_and_what_is_none_is_said(
