@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from resiliency.errors import ConfigError
+from resiliency.paths import absolute_path
 
 __all__ = [
     "ATTEMPT_VARIABLE",
@@ -64,7 +65,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What the process environment says about this process and its job.
+    """What the process environment says about this process and its job. Folders are absolute.
 
     Attributes:
         run: name of the run (``RESILIENCY_RUN`` or ``JOB_IDENTIFIER``); "default" when neither is set.
@@ -186,10 +187,10 @@ def environment(env: Mapping[str, str] | None = None) -> Environment:
         restart=_integer(source, "TORCHELASTIC_RESTART_COUNT", 0),
         start=source.get(STARTS_VARIABLE, ""),
         keeps_store=source.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
-        events_dir=source.get("RESILIENCY_EVENTS_DIR") or None,
-        heartbeat_dir=source.get("RESILIENCY_HEARTBEAT_DIR") or None,
+        events_dir=absolute_path(source.get("RESILIENCY_EVENTS_DIR", "")) or None,
+        heartbeat_dir=absolute_path(source.get("RESILIENCY_HEARTBEAT_DIR", "")) or None,
         rank_monitor=bool(source.get("FT_RANK_MONITOR_IPC_SOCKET")),
-        local_dir=source.get("RESILIENCY_LOCAL_DIR") or None,
+        local_dir=absolute_path(source.get("RESILIENCY_LOCAL_DIR", "")) or None,
         file_tracking="GOODPUT_USE_FILE_TRACKING" in source,
         supervisor=source.get("RESILIENCY_SUPERVISOR", ""),
         launch=_launch(source),

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from resiliency.paths import absolute_path
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -28,10 +30,13 @@ __all__ = [
 ]
 
 PathArgument = Annotated[
-    str, typer.Argument(metavar="PATH", help="A folder, a checkpoint, a step folder, or a URL of these.")
+    str,
+    typer.Argument(
+        metavar="PATH", parser=absolute_path, help="A folder, a checkpoint, a step folder, or a URL of these."
+    ),
 ]
 _PATHS_HELP = "Folders, checkpoints, step folders, or URLs of these."
-PathsArgument = Annotated[list[str], typer.Argument(metavar="PATH...", help=_PATHS_HELP)]
+PathsArgument = Annotated[list[str], typer.Argument(metavar="PATH...", parser=absolute_path, help=_PATHS_HELP)]
 RunOption = Annotated[str | None, typer.Option("--run", help="Only this run.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from resiliency.cli._ckpt_common import JsonOption, check, console, fail, open_targets
+from resiliency.paths import absolute_path
 
 if TYPE_CHECKING:
     from resiliency.inspection.pruning import PrunePlan
@@ -18,7 +19,9 @@ __all__ = ["prune"]
 
 
 def prune(
-    path: Annotated[str, typer.Argument(metavar="DIR", help="Checkpoint folder, or the URL of one.")],
+    path: Annotated[
+        str, typer.Argument(metavar="DIR", parser=absolute_path, help="Checkpoint folder, or the URL of one.")
+    ],
     keep: Annotated[
         int | None,
         typer.Option("--keep", min=1, help="Keep this many of the newest committed steps, with or without a name."),

@@ -25,6 +25,7 @@ from resiliency.cli._ckpt_common import (
     open_targets,
 )
 from resiliency.cli._ckpt_prune import prune
+from resiliency.paths import absolute_path
 
 if TYPE_CHECKING:
     from resiliency.inspection.contents import Entry, ShardContents, TensorRow
@@ -228,7 +229,10 @@ def _advice(run: str, views: list[StepView], bad: set[Any]) -> str:
 @app.command()
 def export(
     path: PathArgument,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write: OUT.ckpt or OUT.safetensors.")],
+    out: Annotated[
+        str,
+        typer.Argument(metavar="OUT", parser=absolute_path, help="The file to write: OUT.ckpt or OUT.safetensors."),
+    ],
     format: Annotated[
         str | None, typer.Option("--format", help="ckpt or safetensors; by default OUT's suffix decides.")
     ] = None,
@@ -253,7 +257,7 @@ def export(
         from resiliency.inspection.export import format_of
 
         done = run_export(
-            path, str(out), format=format_of(out, format), run=run, allow_pickle=allow_pickle, force=force, key=key
+            path, out, format=format_of(Path(out), format), run=run, allow_pickle=allow_pickle, force=force, key=key
         )
     from resiliency.cli import _ckpt_tables as tables
 

@@ -20,6 +20,7 @@ from resiliency.doctor.rules import (
     judge_remote,
 )
 from resiliency.errors import ConfigError
+from resiliency.paths import absolute_path
 from resiliency.settings import all_variables
 from resiliency.storage.tiers._address import local_path
 
@@ -35,13 +36,24 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 def doctor(
     directory: Annotated[
         str,
-        typer.Option("--dir", help="Folder or URL to write checkpoints to.", show_default="this folder"),
+        typer.Option(
+            "--dir",
+            metavar="DIR",
+            parser=absolute_path,
+            help="Folder or URL to write checkpoints to.",
+            show_default="this folder",
+        ),
     ] = ".",
-    ramdisk: Annotated[str, typer.Option("--ramdisk", help="Folder for a local tier in memory.")] = "/dev/shm",
+    ramdisk: Annotated[
+        str, typer.Option("--ramdisk", metavar="DIR", parser=absolute_path, help="Folder for a local tier in memory.")
+    ] = "/dev/shm",
     remote: Annotated[
         list[str] | None,
         typer.Option(
-            "--remote", help="Slower tier to try with a small object, for example gs://bucket/job; repeatable."
+            "--remote",
+            metavar="URL",
+            parser=absolute_path,
+            help="Slower tier to try with a small object, for example gs://bucket/job; repeatable.",
         ),
     ] = None,
     state: Annotated[

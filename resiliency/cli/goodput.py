@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
+from resiliency.paths import absolute_path
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -32,12 +34,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def _path(text: str) -> Path:
+    return Path(absolute_path(text))
+
+
 LogOption = Annotated[
-    list[Path] | None, typer.Option("--log", help="Checkpoint folder, events folder or log file; repeatable.")
+    list[Path] | None,
+    typer.Option(
+        "--log", metavar="PATH", parser=_path, help="Checkpoint folder, events folder or log file; repeatable."
+    ),
 ]
 MoreLogs = Annotated[
     list[Path] | None,
-    typer.Argument(help="More checkpoint folders, events folders or log files.", metavar="[DIR|FILE]..."),
+    typer.Argument(help="More checkpoint folders, events folders or log files.", metavar="[DIR|FILE]...", parser=_path),
 ]
 RunOption = Annotated[str | None, typer.Option("--run", "--job-name", help="Only this run.")]
 ReferenceOption = Annotated[
@@ -74,12 +84,20 @@ ExcludeOption = Annotated[
 PrometheusOption = Annotated[
     Path | None,
     typer.Option(
-        "--prometheus", help="Also write gauges to this file, a *.prom for node_exporter's textfile collector."
+        "--prometheus",
+        metavar="FILE",
+        parser=_path,
+        help="Also write gauges to this file, a *.prom for node_exporter's textfile collector.",
     ),
 ]
 TensorBoardOption = Annotated[
     Path | None,
-    typer.Option("--tensorboard", help="Also write TensorBoard scalars below this folder, in one folder for each run."),
+    typer.Option(
+        "--tensorboard",
+        metavar="DIR",
+        parser=_path,
+        help="Also write TensorBoard scalars below this folder, in one folder for each run.",
+    ),
 ]
 
 
@@ -251,7 +269,10 @@ def report(
     log: LogOption = None,
     run: RunOption = None,
     html: Annotated[
-        Path | None, typer.Option("--html", help="Also write one self-contained HTML page to this file.")
+        Path | None,
+        typer.Option(
+            "--html", metavar="FILE", parser=_path, help="Also write one self-contained HTML page to this file."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
     reference_step_time: ReferenceOption = None,
@@ -340,8 +361,8 @@ def _json(content: dict[str, Any]) -> str:
 
 @app.command()
 def compare(
-    a: Annotated[Path, typer.Argument(help="Log of the first run.")],
-    b: Annotated[Path, typer.Argument(help="Log of the second run.")],
+    a: Annotated[Path, typer.Argument(metavar="A", parser=_path, help="Log of the first run.")],
+    b: Annotated[Path, typer.Argument(metavar="B", parser=_path, help="Log of the second run.")],
     run_a: Annotated[
         str | None, typer.Option("--run-a", help="The run to compare from A; needed when A has several.")
     ] = None,

@@ -10,6 +10,7 @@ import typer
 
 from resiliency.cli._ckpt_common import console
 from resiliency.launch.heartbeat_files import RankHeartbeat, read_heartbeats
+from resiliency.paths import absolute_path
 from resiliency.settings import environment
 
 __all__ = ["app", "main"]
@@ -29,7 +30,13 @@ def main(words: Sequence[str]) -> int:
 @app.command()
 def heartbeat(
     directory: Annotated[
-        str, typer.Argument(help="Folder with the heartbeats.", show_default="$RESILIENCY_HEARTBEAT_DIR")
+        str,
+        typer.Argument(
+            metavar="[DIRECTORY]",
+            parser=absolute_path,
+            help="Folder with the heartbeats.",
+            show_default="$RESILIENCY_HEARTBEAT_DIR",
+        ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from resiliency.errors import ResiliencyError
+from resiliency.paths import absolute_path
 from resiliency.settings import environment
 
 __all__ = ["main"]
@@ -121,7 +122,9 @@ def _parser() -> argparse.ArgumentParser:
         help="https://HOST:PORT of the supervisor; when there are several, each with its own state file, repeat the"
         " option or put commas between the addresses (default: RESILIENCY_SUPERVISOR)",
     )
-    parser.add_argument("--token-file", default="", metavar="FILE", help="file with the token of this host")
+    parser.add_argument(
+        "--token-file", default="", type=absolute_path, metavar="FILE", help="file with the token of this host"
+    )
     parser.add_argument("--host", default="", metavar="NAME", help="name of this host (default: the node's name)")
     parser.add_argument("--address", default="", metavar="ADDRESS", help="address at which other hosts reach this one")
     parser.add_argument(
@@ -138,15 +141,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--state-dir",
         default="",
+        type=absolute_path,
         metavar="DIR",
         help="folder on a local disk for the state that must survive this process (default: below /var/lib/resiliency"
         " or ~/.local/state/resiliency)",
     )
     parser.add_argument(
-        "--ca", default="", metavar="FILE", help="CA certificates to check the supervisor's certificate with"
+        "--ca",
+        default="",
+        type=absolute_path,
+        metavar="FILE",
+        help="CA certificates to check the supervisor's certificate with",
     )
-    parser.add_argument("--cert", default="", metavar="FILE", help="certificate of this host, for mutual TLS")
-    parser.add_argument("--key", default="", metavar="FILE", help="private key of --cert")
+    parser.add_argument(
+        "--cert", default="", type=absolute_path, metavar="FILE", help="certificate of this host, for mutual TLS"
+    )
+    parser.add_argument("--key", default="", type=absolute_path, metavar="FILE", help="private key of --cert")
     parser.add_argument(
         "--insecure-plain-http",
         action="store_true",
@@ -164,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         "--watch-folder",
         action="append",
         default=[],
+        type=absolute_path,
         metavar="DIR",
         help="folder that must be writable and have free space; may be given again (default: the state folder)",
     )
@@ -180,6 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--notice-file",
         default="",
+        type=absolute_path,
         metavar="FILE",
         help="file that exists while this host has notice that it will be taken away",
     )
@@ -191,10 +203,18 @@ def _parser() -> argparse.ArgumentParser:
         " server (default: auto)",
     )
     parser.add_argument(
-        "--xid-source", default="", metavar="FILE", help="file to read XIDs from (default: the kernel's log)"
+        "--xid-source",
+        default="",
+        type=absolute_path,
+        metavar="FILE",
+        help="file to read XIDs from (default: the kernel's log)",
     )
     parser.add_argument(
-        "--ecc-source", default="", metavar="FILE", help="file with ECC error counts, for tests (default: the driver)"
+        "--ecc-source",
+        default="",
+        type=absolute_path,
+        metavar="FILE",
+        help="file with ECC error counts, for tests (default: the driver)",
     )
     parser.add_argument(
         "--reset-command",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from resiliency.errors import ResiliencyError
+from resiliency.paths import absolute_path
 from resiliency.settings import environment
 
 if TYPE_CHECKING:
@@ -101,10 +102,13 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument(
         "--heartbeats",
         default="",
+        type=absolute_path,
         metavar="DIR",
         help="folder of the ranks' heartbeats (default: RESILIENCY_HEARTBEAT_DIR, unless --state-dir is given)",
     )
-    where.add_argument("--state-dir", default="", metavar="DIR", help="state folder of this host's monitor")
+    where.add_argument(
+        "--state-dir", default="", type=absolute_path, metavar="DIR", help="state folder of this host's monitor"
+    )
     where.add_argument(
         "--host", default="", metavar="NAME", help="host name that the monitor was given (default: the node's name)"
     )
@@ -146,12 +150,14 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--source",
         default="",
+        type=absolute_path,
         metavar="FILE",
         help="xid, ecc: file that the monitor reads faults from (default: the monitor is told directly)",
     )
     what.add_argument(
         "--folder",
         default="",
+        type=absolute_path,
         metavar="DIR",
         help="disk-full: folder whose disk is filled; corrupt: folder with checkpoints, or a checkpoint file",
     )

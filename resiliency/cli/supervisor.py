@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from resiliency.paths import absolute_path
+
 if TYPE_CHECKING:
     from resiliency.supervisor.client import OperatorClient
     from resiliency.supervisor.settings import SupervisorSettings
@@ -37,11 +39,26 @@ UrlOption = Annotated[
 ]
 TokenOption = Annotated[
     str,
-    typer.Option("--token-file", help="File with the operators' token.", envvar="RESILIENCY_SUPERVISOR_TOKEN_FILE"),
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        parser=absolute_path,
+        help="File with the operators' token.",
+        envvar="RESILIENCY_SUPERVISOR_TOKEN_FILE",
+    ),
 ]
-CaOption = Annotated[str, typer.Option("--ca", help="File with the CA certificates to trust for https.")]
-CertOption = Annotated[str, typer.Option("--cert", help="File with this client's certificate.")]
-KeyOption = Annotated[str, typer.Option("--key", help="File with the private key of --cert.")]
+CaOption = Annotated[
+    str,
+    typer.Option(
+        "--ca", metavar="FILE", parser=absolute_path, help="File with the CA certificates to trust for https."
+    ),
+]
+CertOption = Annotated[
+    str, typer.Option("--cert", metavar="FILE", parser=absolute_path, help="File with this client's certificate.")
+]
+KeyOption = Annotated[
+    str, typer.Option("--key", metavar="FILE", parser=absolute_path, help="File with the private key of --cert.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ReasonOption = Annotated[str, typer.Option("--reason", help="The reason, for the history of events.")]
 _LOCAL = "http://127.0.0.1:7600"
@@ -75,7 +92,10 @@ def _fail(message: str, status: int = 1) -> NoReturn:
 
 @app.command()
 def run(
-    file: Annotated[str, typer.Option("-f", "--file", help="The supervisor's settings.")] = "supervisor.yaml",
+    file: Annotated[
+        str,
+        typer.Option("-f", "--file", metavar="FILE", parser=absolute_path, help="The supervisor's settings."),
+    ] = "supervisor.yaml",
     check: Annotated[bool, typer.Option("--check", help="Check the settings, print them and end.")] = False,
     listen: Annotated[
         str | None, typer.Option("--listen", help="HOST:PORT to listen at, instead of the file's.")
@@ -98,7 +118,10 @@ def run(
         bool, typer.Option("--begin-again", help="Start workloads again that have completed or were stopped.")
     ] = False,
     address_file: Annotated[
-        str, typer.Option("--address-file", help="File to write HOST:PORT to, once it listens.")
+        str,
+        typer.Option(
+            "--address-file", metavar="FILE", parser=absolute_path, help="File to write HOST:PORT to, once it listens."
+        ),
     ] = "",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
@@ -156,7 +179,6 @@ def _run(settings: SupervisorSettings, file: str, *, until_ended: bool, begin_ag
     async def main() -> bool:
         supervisor = Supervisor(
             settings,
-            folder=os.path.dirname(os.path.abspath(file)),
             log=log.write,
             listens=listens,
             until_ended=until_ended,
@@ -196,7 +218,6 @@ def _allow_connections(most: int, *, hosts: int) -> None:
 
 
 def _print_settings(settings: SupervisorSettings, file: str) -> None:
-    import os
     from dataclasses import asdict
 
     from resiliency.supervisor.auth import Authority, server_context
@@ -204,7 +225,7 @@ def _print_settings(settings: SupervisorSettings, file: str) -> None:
 
     Authority.of(settings)
     server_context(settings.tls)
-    load_policy(settings.policy, os.path.dirname(os.path.abspath(file)))
+    load_policy(settings.policy)
     values = settings.model_dump(mode="python", exclude={"workloads"})
     values["sensor"] = asdict(settings.sensor)
     values["workloads"] = [asdict(spec) for spec in settings.workloads]

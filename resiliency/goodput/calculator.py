@@ -18,6 +18,7 @@ from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.events import EventKind
 from resiliency.goodput.ledger import account
 from resiliency.goodput.summary import iso, summarize
+from resiliency.paths import absolute_path
 from resiliency.telemetry.collect import Collector
 from resiliency.telemetry.facts import RunFacts, parse_stamp
 from resiliency.telemetry.reader import LogReader, find_logs
@@ -311,8 +312,8 @@ def _intervals(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def get_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="calculator", description="Goodput calculator for training jobs.")
     parser.add_argument("--job-name", required=True, help="name of the job")
-    parser.add_argument("--log-file", help="local log: a file, or a folder of logs")
-    parser.add_argument("--export", help="write the figures to this JSON file")
+    parser.add_argument("--log-file", type=absolute_path, help="local log: a file, or a folder of logs")
+    parser.add_argument("--export", type=absolute_path, help="write the figures to this JSON file")
     parser.add_argument("--reference-step-time", type=float, default=None, help="seconds a step should take")
     parser.add_argument("--gcloud-logging-lookback-days", type=float, default=7.0, help="days of Cloud Logging to read")
     parser.add_argument("--verbose", action="store_true", help="print progress, and where the rest of the time went")

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from resiliency.launch.exit_codes import PREEMPTED
+from resiliency.paths import absolute_path
 from resiliency.settings import all_variables, set_variable
 
-__all__ = ["EXIT_GAVE_UP", "LocalCluster", "main"]
+__all__ = ["EXIT_GAVE_UP", "LocalCluster", "main", "make_parser"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +56,7 @@ def main(words: Sequence[str], *, local_cluster: LocalCluster | None = None) -> 
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
-    parser = torchrun.get_args_parser()
-    parser.prog = "resiliency run"
-    _add_own_flags(parser)
+    parser = make_parser()
     args = _parse(parser, list(words))
 
     if args.spares is not None:
@@ -123,6 +122,17 @@ def main(words: Sequence[str], *, local_cluster: LocalCluster | None = None) -> 
         traceback.print_exc()
         return EXIT_GAVE_UP
     return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """torchrun's own parser, with this library's flags added."""
+    from torch.distributed import run as torchrun
+
+    parser = torchrun.get_args_parser()
+    parser.prog = "resiliency run"
+    parser._option_string_actions["--log-dir"].type = absolute_path  # torch leaves it relative, also for ranks
+    _add_own_flags(parser)
+    return parser
 
 
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
@@ -217,6 +227,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     )
     own.add_argument(
         "--state-dir",
+        type=absolute_path,
         default="",
         metavar="FOLDER",
         help="with --spares: where supervisor and hosts keep their state, tokens and events (default: a temporary one)",

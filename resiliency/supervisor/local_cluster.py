@@ -31,7 +31,8 @@ from types import FrameType
 from typing import Any
 
 from resiliency.errors import AgentError, ConfigError
-from resiliency.settings import all_variables, environment
+from resiliency.paths import absolute_path
+from resiliency.settings import environment
 from resiliency.supervisor.client import OperatorClient
 from resiliency.supervisor.launcher_process import find_launcher
 from resiliency.supervisor.local_network import LocalNetwork
@@ -46,7 +47,7 @@ from resiliency.supervisor.local_processes import (
     wait_for_any,
 )
 from resiliency.supervisor.monitor_state import StateFolder
-from resiliency.supervisor.settings import read_settings
+from resiliency.supervisor.settings import absolute_paths, read_settings
 
 __all__ = ["LocalCluster", "run_local_cluster"]
 
@@ -114,7 +115,7 @@ def run_local_cluster(cluster: LocalCluster) -> int:
     Raises:
         ConfigError: a setting cannot work, or another run uses the state folder.
     """
-    folder = Path(cluster.state_dir or tempfile.mkdtemp(prefix="resiliency-local-"))
+    folder = Path(absolute_path(cluster.state_dir) or tempfile.mkdtemp(prefix="resiliency-local-"))
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         lock = _locked(folder)
@@ -309,7 +310,7 @@ def _write_settings(cluster: LocalCluster, folder: Path, listen: str) -> Path:
         "operator_token": str(folder / "operator-token"),
         "events": environment().events_dir or str(folder / "events"),
         **_SETTINGS,
-        **cluster.supervisor,
+        **absolute_paths(cluster.supervisor, os.getcwd()),  # given on the command line, not in the file's folder
         "workloads": [
             {
                 "name": environment().run,  # the name that ranks write in their events
@@ -330,7 +331,7 @@ def _start_host(
 ) -> LocalProcess:
     name = _host_name(number)
     variables = {"RESILIENCY_NODE": name}
-    if local := all_variables().get("RESILIENCY_LOCAL_DIR"):
+    if local := environment().local_dir:
         variables["RESILIENCY_LOCAL_DIR"] = os.path.join(local, f"host-{number}")
     words = ["host-monitor", "--supervisor", f"http://{address}", "--token-file", str(folder / "monitor-token")]
     words += ["--host", name, "--nproc-per-node", str(cluster.ranks_per_host)]

@@ -258,11 +258,8 @@ def _may_be_left(one: Observation) -> bool:
     )
 
 
-def load_policy(where: str, folder: str = "") -> Policy:
+def load_policy(where: str) -> Policy:
     """Loads the policy of ``path.py:Class``; "" gives the default one.
-
-    Args:
-        folder: that a relative path starts from.
 
     Raises:
         ConfigError: there is no such file or class, it cannot be imported or constructed, or has no ``event_policy``.
@@ -272,7 +269,6 @@ def load_policy(where: str, folder: str = "") -> Policy:
     path, _, name = where.rpartition(":")
     if not path or not name.isidentifier():
         raise ConfigError(f"policy {where!r}: pass a file and a class in it, as my_policy.py:MyPolicy")
-    path = os.path.join(folder, path)
     if not os.path.isfile(path):
         raise ConfigError(f"policy {where!r}: there is no file {path}")
     spec = importlib.util.spec_from_file_location("resiliency_user_policy", path)

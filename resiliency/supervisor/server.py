@@ -49,7 +49,6 @@ class Supervisor:
     """A supervisor that stands by or leads. Thread: the event loop's.
 
     Args:
-        folder: that a relative path of the policy starts from.
         log: called with every line of the history and its workload's epoch, once it is stored.
         listens: called with host and port once it listens.
         until_ended: :meth:`run` returns when all workloads have ended, and their hosts know it.
@@ -63,7 +62,6 @@ class Supervisor:
         self,
         settings: SupervisorSettings,
         *,
-        folder: str = "",
         cluster: Cluster | None = None,
         log: Callable[[HistoryEvent, int], None] = lambda event, epoch: None,
         listens: Callable[[str, int], None] = lambda host, port: None,
@@ -74,10 +72,10 @@ class Supervisor:
         #: All workloads, when :meth:`run` has returned because they have ended.
         self.ended: tuple[Workload, ...] | None = None
         self.settings = settings
-        self._folder, self._cluster, self._log = folder, cluster, log
+        self._cluster, self._log = cluster, log
         self.authority = Authority.of(settings)
         self._tls = server_context(settings.tls)
-        load_policy(settings.policy, folder)  # reports a wrong policy now and not only when this supervisor leads
+        load_policy(settings.policy)  # reports a wrong policy now and not only when this supervisor leads
         self.service: Service | None = None
         self.metrics = Metrics(lambda: self.service)
         self.store = Store(settings.state)
@@ -138,7 +136,6 @@ class Supervisor:
             self.store,
             self.lease,
             term,
-            folder=self._folder,
             cluster=self._cluster,
             log=self._log,
             watch_handled=self.metrics.handled,

@@ -171,7 +171,6 @@ class Service:
         lease: Lease,
         term: int,
         *,
-        folder: str = "",
         cluster: Cluster | None = None,
         log: Callable[[HistoryEvent, int], None] = lambda event, epoch: None,
         watch_handled: Callable[[float], None] = lambda seconds: None,
@@ -188,7 +187,7 @@ class Service:
         now_s = clock()
         self.sensor = Sensor(settings.sensor, now_s)
         hook = settings.hook
-        self._policy = GuardedPolicy(load_policy(settings.policy, folder)) if settings.policy else None
+        self._policy = GuardedPolicy(load_policy(settings.policy)) if settings.policy else None
         self.controller = Controller(
             self.sensor,
             policy=self._policy,

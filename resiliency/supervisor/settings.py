@@ -18,10 +18,19 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from resiliency.errors import ConfigError
+from resiliency.paths import absolute_path
 from resiliency.supervisor.model import WorkloadSpec
 from resiliency.supervisor.sensor import SensorSettings
 
-__all__ = ["HangSettings", "HookSettings", "SupervisorSettings", "TlsSettings", "read_settings", "split_address"]
+__all__ = [
+    "HangSettings",
+    "HookSettings",
+    "SupervisorSettings",
+    "TlsSettings",
+    "absolute_paths",
+    "read_settings",
+    "split_address",
+]
 
 #: The guide's name of a workload's setting -> ours. Some are computed together, see :func:`_replicas`.
 _WORKLOAD_NAMES = {
@@ -224,6 +233,31 @@ def read_settings(path: str, changes: Mapping[str, Any] | None = None) -> Superv
         raise ConfigError(f"{path}: {error}") from error
 
 
+def absolute_paths(values: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """The same settings, in which relative paths start from ``folder`` and are absolute. Values of a wrong type stay as
+    they are, for :class:`SupervisorSettings` to refuse."""
+
+    def absolute(value: Any) -> Any:
+        return absolute_path(value, folder) if isinstance(value, str) else value
+
+    made = dict(values)
+    for key in ("state", "monitor_tokens", "shared_token", "operator_token", "events"):
+        if key in made:
+            made[key] = absolute(made[key])
+    if isinstance(made.get("tls"), dict):
+        made["tls"] = {key: absolute(value) for key, value in made["tls"].items()}
+    if isinstance(made.get("policy"), str):
+        path, colon, name = made["policy"].rpartition(":")
+        made["policy"] = absolute(path) + colon + name
+    if isinstance(made.get("hook"), dict) and made["hook"].get("command"):
+        command = made["hook"]["command"]
+        first, *others = command if isinstance(command, list) else [command]
+        if isinstance(first, str) and os.sep in first:  # as in a shell: a word without a slash is looked up in PATH
+            first = absolute(first)
+        made["hook"] = {**made["hook"], "command": [first, *others]}
+    return made
+
+
 def _settings(data: dict[Any, Any], folder: str, changes: dict[str, Any]) -> SupervisorSettings:
     top = dict(data)
     _refuse_meaningless(top)
@@ -237,7 +271,7 @@ def _settings(data: dict[Any, Any], folder: str, changes: dict[str, Any]) -> Sup
         (own - {"sensor", *groups}) | grouped | sensor_flat | {*_SENSOR_NAMES, "workload"} | (workload_keys - {"name"})
     )
     _refuse_unknown(top, known, "")
-    values = {key: top[key] for key in own & top.keys() if key != "workloads"}
+    values = absolute_paths({key: top[key] for key in own & top.keys() if key != "workloads"}, folder)
     values |= {name: {key: top[key] for key in keys & top.keys()} for name, keys in groups.items()}
     values["sensor"] = {
         **{_SENSOR_NAMES[key]: _number(key, top[key]) for key in _SENSOR_NAMES if key in top},
@@ -245,15 +279,7 @@ def _settings(data: dict[Any, Any], folder: str, changes: dict[str, Any]) -> Sup
     }
     shared = {key: top[key] for key in (workload_keys - {"name"}) & top.keys()}
     values["workloads"] = [_workload(one, shared, workload_keys) for one in _workloads(top)]
-    values.update({key: value for key, value in changes.items() if value is not None})
-    for key in ("state", "monitor_tokens", "shared_token", "operator_token", "events"):
-        if values.get(key) and isinstance(values[key], str):
-            values[key] = os.path.join(os.getcwd() if key in changes else folder, os.path.expanduser(values[key]))
-    if isinstance(values.get("tls"), dict):
-        values["tls"] = {
-            key: os.path.join(folder, value) if value and isinstance(value, str) else value
-            for key, value in values["tls"].items()
-        }
+    values |= absolute_paths({key: value for key, value in changes.items() if value is not None}, os.getcwd())
     values.setdefault("state", os.path.join(folder, "supervisor.db"))
     if "fault_injection_period_s" in top and not values.get("enable_fault_injection"):
         raise ConfigError("fault_injection_period_s does nothing without enable_fault_injection: true")

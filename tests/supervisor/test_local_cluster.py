@@ -28,12 +28,13 @@ pytestmark = [pytest.mark.kill, pytest.mark.long]
 
 
 class Run:
-    """In a session of its own; whatever it has started is killed at the end."""
+    """In a session of its own; whatever it has started is killed at the end. The state folder is a relative path with a
+    space."""
 
     def __init__(self, folder: Path, *, hosts: int, fewest: int = 1, namespaces: bool = False) -> None:
-        self.state, self.finished = folder / "state", folder / "finished"
+        self.state, self.finished = folder / "a state", folder / "finished"
         self.output = folder / f"output-{time.monotonic_ns()}"
-        words = [sys.executable, str(Path(__file__).with_name("local_run.py")), str(self.state), str(self.finished)]
+        words = [sys.executable, str(Path(__file__).with_name("local_run.py")), self.state.name, str(self.finished)]
         path = os.pathsep.join(filter(None, sys.path))
         with self.output.open("wb") as output:
             self.popen = subprocess.Popen(
@@ -42,6 +43,7 @@ class Run:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                cwd=folder,
             )
         self.seen: dict[int, psutil.Process] = {}
 

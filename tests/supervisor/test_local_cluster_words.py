@@ -70,6 +70,20 @@ def test_a_setting_is_read_as_in_a_file(capsys: pytest.CaptureFixture[str]) -> N
     assert "pass NAME=VALUE" in capsys.readouterr().err
 
 
+def test_what_the_user_names_is_meant_from_where_the_command_was_given(
+    started: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not from the state folder, where the supervisor's file lies."""
+    (tmp_path / "state").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RESILIENCY_EVENTS_DIR", "log")
+    given = cluster(supervisor={"policy": "p.py:P", "hook": {"command": ["./h.sh"]}})
+    local_cluster._start_supervisor(given, tmp_path / "state", None, "127.0.0.1:0")
+    settings = read_settings(str(tmp_path / "state" / "supervisor.yaml"))
+    assert (settings.events, settings.policy) == (f"{tmp_path}/log", f"{tmp_path}/p.py:P")
+    assert settings.hook is not None and settings.hook.command == [f"{tmp_path}/h.sh"]
+
+
 def test_flags_of_launchers_reach_them_as_they_are(started: list[list[str]], tmp_path: Path) -> None:
     flags = ("--leave-timeout", "5", "--log-dir", "/a folder/of mine", "-r", "3", "--no-standby")
     local_cluster._start_host(cluster(launcher_words=flags), tmp_path, None, 0, "127.0.0.1:7600")

@@ -74,4 +74,4 @@ def test_one_that_ends_the_process_does_not(policy: Policy) -> None:
 def test_a_file_that_ends_the_process_is_refused(tmp_path: Path) -> None:
     (tmp_path / "p.py").write_text("import sys; sys.exit(3)")
     with pytest.raises(ConfigError, match="SystemExit"):
-        load_policy("p.py:Mine", str(tmp_path))
+        load_policy(f"{tmp_path}/p.py:Mine")

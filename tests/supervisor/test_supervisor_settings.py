@@ -89,9 +89,29 @@ def test_what_cannot_work_is_refused_with_a_sentence(tmp_path: Path, values: dic
         read(tmp_path, **values)
 
 
-def test_paths_are_meant_from_the_files_folder(tmp_path: Path) -> None:
-    found = read(tmp_path, replicas=1, state="here/s.db", shared_token="token")
-    assert (found.state, found.shared_token) == (str(tmp_path / "here/s.db"), str(tmp_path / "token"))
+def test_paths_are_meant_from_the_files_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/my home")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    found = read(
+        tmp_path,
+        replicas=1,
+        state="here/s.db",
+        shared_token="token",
+        monitor_tokens="/t",
+        operator_token="~/operator",
+        events="a log",
+        tls={"cert": "c.pem", "key": "~/k.pem"},
+        policy="my policy.py:Mine",
+        hook={"command": ["./resized.sh", "./argument"]},
+    )
+    assert (found.state, found.shared_token) == (f"{tmp_path}/here/s.db", f"{tmp_path}/token")
+    assert (found.monitor_tokens, found.operator_token) == ("/t", "/my home/operator")
+    assert (found.events, found.policy) == (f"{tmp_path}/a log", f"{tmp_path}/my policy.py:Mine")
+    assert found.tls is not None and (found.tls.cert, found.tls.key) == (f"{tmp_path}/c.pem", "/my home/k.pem")
+    assert found.hook is not None and found.hook.command == [f"{tmp_path}/resized.sh", "./argument"]
+    in_path = read(tmp_path, replicas=1, hook={"command": "logger"}).hook
+    assert in_path is not None and in_path.command == ["logger"]
 
 
 def test_nothing_listens_without_authentication_unless_told_to(tmp_path: Path) -> None:
