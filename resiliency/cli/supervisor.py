@@ -72,6 +72,7 @@ _COLORS = {
     "running": "green",
     "completed": "green",
     "joining": "cyan",
+    "starting": "cyan",
     "waiting": "yellow",
     "remedying": "yellow",
     "quarantined": "yellow",

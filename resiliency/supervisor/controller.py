@@ -183,7 +183,8 @@ class Controller:
 
     @property
     def incidents(self) -> Mapping[int, Incident]:
-        return self._incidents
+        """By number; without starts of jobs in which nothing has gone wrong."""
+        return {number: one for number, one in self._incidents.items() if not one.is_start}
 
     @property
     def plans(self) -> Mapping[int, Plan]:
@@ -445,8 +446,12 @@ class Controller:
         plan = None if workload.plan is None else self._plans[workload.plan]
         incident = self._open_incident(workload, now_s, wall)
         if self._is_news(incident, one):
-            logger.warning("%s: %s%s", workload.name, describe(one), f" (incident {incident.number})")
-            self._set_incident(replace(incident, observations=(*incident.observations, one)))
+            incident = replace(incident, observations=(*incident.observations, one))
+            self._set_incident(incident)
+            if incident.is_start:
+                logger.info("%s: enough hosts are ready to start it", workload.name)
+            else:
+                logger.warning("%s: %s (incident %d)", workload.name, describe(one), incident.number)
             if one.host and not one.is_planned:
                 workload = self._workloads[workload.name]
                 faults = {**workload.host_faults, one.host: workload.host_faults.get(one.host, 0) + 1}
@@ -488,7 +493,13 @@ class Controller:
     def _open_incident(self, workload: Workload, now_s: float, wall: float) -> Incident:
         if workload.incident is not None:
             return self._incidents[workload.incident]
-        incident = Incident(number=self._next_number(), workload=workload.name, opened_at_s=now_s, opened_at=wall)
+        incident = Incident(
+            number=self._next_number(),
+            workload=workload.name,
+            opened_at_s=now_s,
+            opened_at=wall,
+            begins_job=workload.state is WorkloadState.WAITING,
+        )
         self._set_incident(incident)
         self._set(replace(self._workloads[workload.name], incident=incident.number))
         return incident
@@ -497,7 +508,8 @@ class Controller:
         if workload.incident is None:
             return
         incident = self._incidents[workload.incident]
-        logger.info("%s: incident %d is over: %s", workload.name, incident.number, outcome)
+        which = "the start" if incident.is_start else f"incident {incident.number}"
+        logger.info("%s: %s is over: %s", workload.name, which, outcome)
         self._set_incident(replace(incident, closed_at_s=now_s, closed_at=wall, outcome=outcome))
         self._set(replace(self._workloads[workload.name], incident=None))
         self._noted.pop(incident.number, None)
@@ -578,8 +590,10 @@ class Controller:
         if self._settings.dry_run:
             outcome = f"dry run: would {remedy.kind}{_of(remedy)}"
             if incident.outcome != outcome:  # the incident stays open, because nothing is mended; this is logged once
-                logger.warning("%s: incident %d: %s", workload.name, incident.number, outcome)
+                logger.warning("%s: %s%s", workload.name, _which(incident), outcome)
                 self._set_incident(replace(incident, outcome=outcome))
+                if incident.is_start:
+                    self._set(replace(workload, reason=outcome))
             return
         if remedy.kind is RemedyKind.NOTHING:
             self._declined[workload.name] = self._chances(workload, now_s)
@@ -616,10 +630,11 @@ class Controller:
             hook_timeout_s=self._settings.hook_timeout_s,
             hook_signal=self._settings.hook_signal,
         )
-        logger.warning(
-            "%s: incident %d: %s%s (plan %d, epoch %d, %d hosts)",
+        logger.log(
+            logging.INFO if incident.is_start else logging.WARNING,
+            "%s: %s%s%s (plan %d, epoch %d, %d hosts)",
             workload.name,
-            incident.number,
+            _which(incident),
             remedy.kind,
             _of(remedy),
             plan.number,
@@ -636,7 +651,7 @@ class Controller:
         self._set(
             replace(
                 workload,
-                state=WorkloadState.REMEDYING,
+                state=WorkloadState.STARTING if incident.is_start else WorkloadState.REMEDYING,
                 plan=plan.number,
                 since_s=now_s,
                 in_job_restarts=in_job,
@@ -823,7 +838,8 @@ class Controller:
             self._end_plan(plan, Outcome.DONE, "", now_s)
             self._set(replace(self._workloads[workload.name], state=WorkloadState.RUNNING, since_s=now_s))
             left = self._not_seen_to(workload)
-            self._close(self._workloads[workload.name], f"{plan.remedy.kind} helped", now_s, wall)
+            outcome = "its ranks train" if plan.remedy.kind is RemedyKind.START else f"{plan.remedy.kind} helped"
+            self._close(self._workloads[workload.name], outcome, now_s, wall)
             for one in left:
                 self._note(self._workloads[workload.name], replace(one, epoch=workload.epoch), now_s, wall)
 
@@ -993,6 +1009,10 @@ def describe(one: Observation) -> str:
     device = f", device {one.device} ({one.device_class})" if one.device else ""
     where = f" on {one.host}" if one.host else ""
     return f"{one.kind}{rank}{where}{device}" + (f": {one.detail}" if one.detail else "")
+
+
+def _which(incident: Incident) -> str:
+    return "" if incident.is_start else f"incident {incident.number}: "
 
 
 def _of(remedy: Remedy) -> str:

@@ -74,13 +74,15 @@ class History:
 
     def _observations(self, incident: Incident, at: float) -> list[HistoryEvent]:
         before = self._incidents.get(incident.number)
-        known = () if before is None else before.observations
+        known = () if before is None else before.told
         self._incidents[incident.number] = incident
-        found = []
-        if before is None:
+        found: list[HistoryEvent] = []
+        if incident.is_start:
+            return found
+        if before is None or before.is_start:
             text = f"incident {incident.number} of {incident.workload} is open"
             found.append(self._line(EventKind.INCIDENT_OPENED, incident, text, at))
-        for one in incident.observations[len(known) :]:
+        for one in incident.told[len(known) :]:
             kind = _OF_OBSERVATIONS.get(one.kind, EventKind.OBSERVED)
             found.append(self._line(kind, incident, describe(one), at, one))
         return found
@@ -109,13 +111,17 @@ class History:
         if incident.is_open:
             return []
         self._incidents.pop(incident.number, None)
+        if incident.is_start:
+            return []
         text = f"incident {incident.number} of {incident.workload} is over: {incident.outcome}"
         return [self._line(EventKind.INCIDENT_CLOSED, incident, text, at)]
 
     def _plan(self, plan: Plan, at: float) -> list[HistoryEvent]:
         before = self._plans.get(plan.number)
         self._plans[plan.number] = plan
-        found = []
+        found: list[HistoryEvent] = []
+        if self._is_start(plan.incident):  # its beginning and its end show in the states of the job
+            return found
         about = {"incident": plan.incident, "plan": plan.number, "remedy": str(plan.remedy.kind)}
         if before is None and plan.at == 0 and plan.outcome is Outcome.ACTIVE:
             out = f" without {', '.join(plan.remedy.out)}" if plan.remedy.out else ""
@@ -145,16 +151,19 @@ class History:
             )
         return found
 
+    def _is_start(self, number: int | None) -> bool:
+        incident = None if number is None else self._incidents.get(number)
+        return incident is not None and incident.is_start
+
     def _workload(self, workload: Workload, at: float) -> list[HistoryEvent]:
         before = self._workloads.get(workload.name)
         self._workloads[workload.name] = workload
         found = []
+        about = None if self._is_start(workload.incident) else workload.incident
 
         def say(kind: str, text: str, **fields: object) -> None:
             found.append(
-                HistoryEvent(
-                    at=at, kind=kind, workload=workload.name, incident=workload.incident, text=text, fields=fields
-                )
+                HistoryEvent(at=at, kind=kind, workload=workload.name, incident=about, text=text, fields=fields)
             )
 
         if before is None or before.state is not workload.state:

@@ -84,6 +84,7 @@ class Host:
 
 class WorkloadState(str, Enum):
     WAITING = "waiting"  # until enough hosts are ready
+    STARTING = "starting"  # its first places are being given out, until the first training step
     REMEDYING = "remedying"  # a plan is being carried out; its last step waits for the first training step
     RUNNING = "running"
     FROZEN = "frozen"  # so many hosts are silent at once that the supervisor's own connection is suspected
@@ -281,6 +282,7 @@ _OUT = {
 
 class RemedyKind(str, Enum):
     NOTHING = "nothing"
+    START = "start"  # ready hosts get the places of a job that has not begun
     RESTART_IN_JOB = "restart_in_job"  # lost ranks are replaced, the others stay in their processes
     RESTART_WORKLOAD = "restart_workload"  # every process is new, on the same hosts
     RESET_DEVICES = "reset_devices"
@@ -403,6 +405,7 @@ class Incident:
         tried: numbers of plans, in order.
         closed_at_s: None while it is open.
         outcome: for people.
+        begins_job: it was opened because a job that had no ranks can begin.
     """
 
     number: int
@@ -414,10 +417,23 @@ class Incident:
     closed_at_s: float | None = None
     closed_at: float | None = None
     outcome: str = ""
+    begins_job: bool = False
 
     @property
     def is_open(self) -> bool:
         return self.closed_at_s is None
+
+    @property
+    def told(self) -> tuple[Observation, ...]:
+        """The observations that people are told of: all but that of hosts for a job that begins."""
+        kind = ObservationKind.CAPACITY if self.begins_job else None
+        return tuple(one for one in self.observations if one.kind is not kind)
+
+    @property
+    def is_start(self) -> bool:
+        """Whether it is a start of the job in which nothing has gone wrong. It has a number and plans like an incident,
+        but nobody is told of it as one."""
+        return self.begins_job and not self.told
 
 
 @dataclass(frozen=True, kw_only=True)

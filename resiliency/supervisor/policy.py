@@ -101,7 +101,8 @@ class DefaultPolicy:
                 return Remedy(
                     kind=RemedyKind.WAIT, reason=f"{len(situation.spares)} of {spec.min_hosts} hosts are ready"
                 )
-            return Remedy(kind=RemedyKind.SCALE_UP, reason="hosts are there")
+            kind = RemedyKind.START if situation.incident.is_start else RemedyKind.SCALE_UP
+            return Remedy(kind=kind, reason="hosts are there")
         if situation.out:
             return self._without(situation, situation.out)
         kinds = {one.kind for one in situation.observations}
@@ -199,12 +200,12 @@ def places_after(remedy: Remedy, situation: Situation) -> tuple[str, ...]:
     gone = set(situation.out)
     if remedy.kind in (RemedyKind.HOT_SWAP, RemedyKind.SCALE_DOWN):
         gone |= set(remedy.out)
-    if remedy.kind in (RemedyKind.HOT_SWAP, RemedyKind.SCALE_UP, RemedyKind.SCALE_DOWN):
+    if remedy.kind in (RemedyKind.START, RemedyKind.HOT_SWAP, RemedyKind.SCALE_UP, RemedyKind.SCALE_DOWN):
         kept = [
             _of_the_same_block(host, spares, situation.blocks) if host in gone else host for host in workload.places
         ]
         filled = [host if host is not None else (spares.pop(0) if spares else None) for host in kept]
-        if remedy.kind is RemedyKind.SCALE_UP:
+        if remedy.kind in (RemedyKind.START, RemedyKind.SCALE_UP):
             filled += spares
         size = spec.hosts_per_replica
         groups = [filled[at : at + size] for at in range(0, len(filled), size)]
@@ -245,7 +246,7 @@ def problem_of(remedy: Remedy, situation: Situation) -> str:
         return f"{len(places)} hosts are left, and {spec.min_hosts} are needed"
     if remedy.kind is RemedyKind.HOT_SWAP and len(places) < len(workload.places):
         return f"{len(situation.spares)} spares are ready for {len(remedy.out)} places"
-    if remedy.kind is RemedyKind.SCALE_UP and len(places) <= len(workload.places):
+    if remedy.kind in (RemedyKind.START, RemedyKind.SCALE_UP) and len(places) <= len(workload.places):
         return "there are no more hosts than before"
     return ""
 

@@ -82,7 +82,7 @@ def _workload(service: Service, workload: Workload) -> dict[str, Any]:
         "max_in_job_restarts": spec.max_in_job_restarts,
         "workload_restarts": workload.workload_restarts,
         "max_workload_restarts": spec.max_workload_restarts,
-        "incident": workload.incident,
+        "incident": workload.incident if workload.incident in service.controller.incidents else None,
         "plan": None if plan is None else _plan(service, plan),
     }
 
@@ -118,7 +118,7 @@ def _incident(service: Service, incident: Incident) -> dict[str, Any]:
         "outcome": incident.outcome,
         "observations": [
             {"kind": str(one.kind), "host": one.host, "rank": one.rank, "epoch": one.epoch, "text": describe(one)}
-            for one in incident.observations
+            for one in incident.told
         ],
         "plans": [_plan(service, plan) for plan in plans],
     }

@@ -70,7 +70,7 @@ def test_a_host_is_drained_and_given_back_and_the_job_is_stopped_while_it_trains
     assert first in {host for each, _, host, _ in cluster.starts() if each == last}
     assert cluster.owned_twice() == {}
     said = (cluster.folder / "hook-said").read_text().splitlines()
-    assert said == ["scale_up ", f"hot_swap {first}", f"hot_swap {spare}"]
+    assert said == ["start ", f"hot_swap {first}", f"hot_swap {spare}"]
 
     command(cluster, "stop", "default", "--reason", "enough")
     assert cluster.job.wait(60) == STOPPED, cluster.job.text[-4000:]

@@ -77,7 +77,7 @@ def test_a_device_that_asks_for_a_reset_gets_it_and_its_host_keeps_its_place(tmp
                 device.broken = False
                 await until(lambda: runs(2))
                 plans = [str(plan.remedy.kind) for plan in service.controller.plans.values()]
-                assert plans == ["scale_up", "reset_devices"]
+                assert plans == ["start", "reset_devices"]
                 assert (tmp_path / "resets").read_text() == "0000:3b:00\n"
                 assert service.sensor.state_of("a") is HostState.READY and not monitor._watchdogs.problems()
             finally:

@@ -151,7 +151,7 @@ def test_ranks_that_are_taken_for_hung_on_purpose_are_really_replaced(tmp_path: 
             told = {(one.name, one.place.node_rank, desired.place.replace) for one in hosts for desired in one.desires
                     if desired.place is not None and desired.place.replace}  # fmt: skip
             assert told and all(replace == (node_rank,) for _, node_rank, replace in told)
-            assert {"scale_up", "restart_in_job"} >= {
+            assert {"start", "scale_up", "restart_in_job"} >= {
                 str(plan.remedy.kind) for plan in supervisor.service.controller.plans.values()
             }
 

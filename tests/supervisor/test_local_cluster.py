@@ -108,6 +108,12 @@ def epoch_of(run: Run) -> int:
         store.close()
 
 
+def trains(run: Run, *, hosts: int) -> bool:
+    """It may start with fewer hosts, and grow."""
+    since = run.text.rpartition(", epoch")[2]
+    return f", {hosts} hosts)" in since and ("its ranks train" in since or "scale_up helped" in since)
+
+
 def test_a_state_folder_can_be_used_again(start: Any) -> None:
     """The first run has completed, and its supervisor listened somewhere else."""
     for epoch in (1, 2):
@@ -129,7 +135,7 @@ def test_hosts_whose_monitors_are_killed_are_gone_with_all_of_it(start: Any) -> 
     """Two of three at once: the supervisor alone could not tell that from a network that is cut, and would wait for
     ever. At last no host is left, and the run ends."""
     run = start(hosts=3)
-    run.until(lambda: "scale_up helped" in run.text.rpartition("epoch")[2] and ", 3 hosts)" in run.text)
+    run.until(lambda: trains(run, hosts=3))
     monitors = {number: run.monitor(number) for number in range(3)}
     left = [child for number in (0, 2) for child in monitors[number].children(recursive=True)]
     assert len(left) >= 2  # launchers, and ranks where they have places
@@ -146,7 +152,7 @@ def test_hosts_whose_monitors_are_killed_are_gone_with_all_of_it(start: Any) -> 
 def test_faults_of_devices_are_put_into_a_job_that_runs_and_its_host_goes(start: Any) -> None:
     """By its class: an application's own fault is no reason to do anything, and a device that is lost is one."""
     run = start(hosts=2)
-    run.until(lambda: "scale_up helped" in run.text.rpartition("epoch")[2] and ", 2 hosts)" in run.text)
+    run.until(lambda: trains(run, hosts=2))
 
     def put_in(*words: str) -> None:
         assert inject([*words, "--state-dir", str(run.state / "host-0"), "--host", "this-machine-0"]) == 0
@@ -166,7 +172,7 @@ def test_faults_of_devices_are_put_into_a_job_that_runs_and_its_host_goes(start:
 def test_chain_of_aborts_nobody_ends_because_another_was_killed(start: Any) -> None:
     """Neither at once nor when tries to reach it have failed for a while."""
     run = start(hosts=2)
-    run.until(lambda: "scale_up helped" in run.text.rpartition("epoch")[2] and ", 2 hosts)" in run.text)
+    run.until(lambda: trains(run, hosts=2))
     everybody = psutil.Process(run.popen.pid).children(recursive=True)
     run.look()
     (supervisor,) = (one for one in everybody if {"supervisor", "run"} <= set(one.cmdline()))
@@ -188,7 +194,7 @@ class Networks:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        run.until(lambda: "scale_up helped" in run.text.rpartition("epoch")[2] and ", 2 hosts)" in run.text)
+        run.until(lambda: trains(run, hosts=2))
         self.supervisor = (run.state / "address").read_text().strip()
         self.first = self.supervisor.rpartition(".")[0]
         self.namespaces = {network_of(run.monitor(number).pid) for number in range(2)}

@@ -94,9 +94,9 @@ def test_drain_uncordon_stop_and_start_by_the_command_line_while_ranks_run_and_t
                 lines = [line.split(" ", 1)[1] for line in said.read_text().splitlines()]
                 last = stored(tmp_path)[0].places[0]
                 assert lines == [
-                    "1 scale_up [a] [] 0>1",
+                    "1 start [a] [] 0>1",
                     "2 hot_swap [b] [a] 1>1",
-                    f"3 scale_up [{last}] [] 0>1",
+                    f"3 start [{last}] [] 0>1",
                 ]
 
     run(work)

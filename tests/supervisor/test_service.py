@@ -73,6 +73,58 @@ def test_two_monitors_get_places_and_the_address_of_the_first_and_train(tmp_path
     run(work)
 
 
+async def told(supervisor: Supervisor) -> tuple[list[str], list[str], dict[str, str]]:
+    """Incidents and the workload's states, as status and history tell them, and counts of the metrics."""
+    _, status = await asked(supervisor, "/v1/status")
+    assert supervisor.service is not None
+    incidents = [each["observations"][0]["kind"] for each in status["incidents"]]
+    states = [event.fields["state"] for event in supervisor.store.events() if event.kind == "workload_state"]
+    lines = [line.split() for line in supervisor.metrics.text().decode().splitlines() if not line.startswith("#")]
+    return incidents, states, {line[0].removeprefix("resiliency_supervisor_"): line[1] for line in lines}
+
+
+def test_a_start_is_no_incident(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nor is one that an operator has asked for."""
+    caplog.set_level("INFO", "resiliency.supervisor.controller")
+
+    async def work() -> None:
+        async with leading(settings(tmp_path)) as supervisor, monitors(url_of(supervisor), "a", "b"):
+            await until(lambda: is_running(supervisor))
+            assert supervisor.service is not None and supervisor.service.stop_workload("job", "enough")
+            assert supervisor.service.start_workload("job")
+            await until(lambda: is_running(supervisor, 2))
+            incidents, states, counts = await told(supervisor)
+            assert incidents == [] and (counts["incidents_total"], counts["open_incidents"]) == ("0.0", "0.0")
+            assert states[:3] == ["waiting", "starting", "running"] and states[-2:] == ["starting", "running"]
+            kinds = {event.kind for event in supervisor.store.events()}
+            assert kinds <= {"host_state", "workload_state", "operator", "supervisor_leads"}
+            assert not any(event.incident for event in supervisor.store.events())
+            assert (await asked(supervisor, "/v1/explain/last"))[0] == 404
+
+    run(work)
+    said = [record.getMessage() for record in caplog.records if record.name == "resiliency.supervisor.controller"]
+    assert sum("start: hosts are there" in line for line in said) == 2
+    assert not any("incident" in line or "capacity" in line for line in said)
+
+
+def test_a_start_in_which_a_rank_is_lost_is_an_incident(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with leading(settings(tmp_path)) as supervisor, monitors(url_of(supervisor), "a", "b") as (a, b):
+            a.trains = b.trains = False
+            await until(lambda: a.place is not None and b.place is not None)
+            await a.saw(ObservationKind.WORKER_LOST, rank=0)
+            a.trains = b.trains = True
+            await until(lambda: is_running(supervisor, 2))
+            incidents, states, counts = await told(supervisor)
+            assert incidents == ["worker_lost"] and counts["incidents_total"] == "1.0"
+            assert states == ["waiting", "starting", "remedying", "running"]
+            kinds = [event.kind for event in supervisor.store.events() if event.incident]
+            assert kinds[:3] == ["incident_opened", "worker_lost", "plan_ended"]
+            assert remedies(supervisor) == ["start", "restart_in_job"]
+
+    run(work)
+
+
 def test_a_host_is_needed_until_the_last_workload_has_ended(tmp_path: Path) -> None:
     """The one whose own workload is completed too: it takes the place of a host of the other."""
 
@@ -161,10 +213,10 @@ def test_a_lost_rank_leads_to_one_new_epoch(tmp_path: Path) -> None:
             await until(lambda: is_running(supervisor, 2))
             await a.send(unpack(pack(Observed(observations=(lost("a", epoch=1),)))))  # of the epoch before
             await asyncio.sleep(0.5)
-            assert remedies(supervisor) == ["scale_up", "restart_in_job"] and is_running(supervisor, 2)
+            assert remedies(supervisor) == ["start", "restart_in_job"] and is_running(supervisor, 2)
             assert b.desired is not None and b.desired.place.epoch == 2 and b.desired.master == "10.0.0.1:20002"
             kinds = [event.kind for event in supervisor.store.events()]
-            assert kinds.count("worker_lost") == 1 and kinds.count("restart_requested") == 2
+            assert kinds.count("worker_lost") == 1 and kinds.count("restart_requested") == 1
 
     run(work)
 
@@ -179,7 +231,7 @@ def test_a_wall_clock_that_jumps_is_no_reason_to_do_anything_and_holds_nothing_u
             right = time.time
             monkeypatch.setattr(time, "time", lambda: right() + jump_s)
             await asyncio.sleep(2 * TIMEOUT_S)
-            assert remedies(supervisor) == ["scale_up"] and is_running(supervisor)
+            assert remedies(supervisor) == ["start"] and is_running(supervisor)
             (dead,) = (one for one in hosts if one.place is not None and one.place.node_rank == 1)
             other = next(one for one in hosts if one.place is not None and one is not dead)
             other.trains = False  # it waits for the one that is gone
@@ -187,7 +239,7 @@ def test_a_wall_clock_that_jumps_is_no_reason_to_do_anything_and_holds_nothing_u
             await until(lambda: supervisor.service.controller.workloads["job"].plan is not None, within_s=5.0)
             other.trains = True
             await until(lambda: is_running(supervisor, 2), within_s=5.0)
-            assert remedies(supervisor) == ["scale_up", "hot_swap"]
+            assert remedies(supervisor) == ["start", "hot_swap"]
 
     run(work)
 
@@ -306,7 +358,7 @@ def test_a_forged_message_closes_the_connection_and_changes_nothing(tmp_path: Pa
                 await a.send(Observed(observations=(one,)))
             before = a.socket
             await until(lambda: before.closed or a.refused)
-            assert is_running(supervisor) and remedies(supervisor) == ["scale_up"]
+            assert is_running(supervisor) and remedies(supervisor) == ["start"]
 
     run(work)
 
@@ -392,7 +444,7 @@ def test_a_slow_disk_makes_no_host_silent_and_holds_back_what_was_decided(tmp_pa
                 await until(lambda: is_running(supervisor, 2))
             finally:
                 faultpoints.arm("")
-            assert remedies(supervisor) == ["scale_up", "restart_in_job"]
+            assert remedies(supervisor) == ["start", "restart_in_job"]
             assert set(states(supervisor).values()) == {HostState.READY}
 
     run(work)
@@ -419,10 +471,12 @@ def test_a_disk_that_fails_is_said_and_tried_again(tmp_path: Path) -> None:
 def test_a_dry_run_says_what_it_would_do(tmp_path: Path) -> None:
     async def work() -> None:
         async with leading(settings(tmp_path, dry_run=True)) as supervisor, monitors(url_of(supervisor), "a", "b"):
-            await until(lambda: supervisor.service.controller.incidents)  # type: ignore[union-attr]
+            workloads = supervisor.service.controller.workloads  # type: ignore[union-attr]
+            await until(lambda: workloads["job"].reason)
             await asyncio.sleep(0.5)
-            _, found = await asked(supervisor, "/v1/explain/last")
-            assert "dry run: would scale_up" in found["outcome"] and found["plans"] == []
+            _, found = await asked(supervisor, "/v1/status")
+            (workload,) = found["workloads"]
+            assert "dry run: would start" in workload["reason"] and (workload["epoch"], workload["plan"]) == (0, None)
 
     run(work)
 
@@ -484,7 +538,7 @@ def test_a_slow_disk_makes_no_host_late_for_a_step_that_it_was_not_told_of(
                 await until(lambda: is_running(supervisor, 2))
             finally:
                 faultpoints.arm("")
-            assert remedies(supervisor) == ["scale_up", "restart_in_job"]
+            assert remedies(supervisor) == ["start", "restart_in_job"]
             assert set(states(supervisor).values()) == {HostState.READY}
 
     run(work)
@@ -508,7 +562,7 @@ def test_a_supervisor_that_did_not_run_blames_nobody_for_a_late_step(
             time.sleep(1.5)  # as if it were stopped: the event loop is the supervisor's as well
             supervisor.service._look()  # type: ignore[union-attr]  # before it has read what has come meanwhile
             await until(lambda: is_running(supervisor, 2))
-            assert remedies(supervisor) == ["scale_up", "restart_in_job"]
+            assert remedies(supervisor) == ["start", "restart_in_job"]
             assert set(states(supervisor).values()) == {HostState.READY}
 
     run(work)
@@ -623,7 +677,7 @@ def test_a_new_state_file_goes_on_above_the_epochs_that_monitors_have_had(tmp_pa
             a.place, b.place = places
             async with a, b:
                 await until(lambda: is_running(supervisor, 3))
-                assert remedies(supervisor) == ["scale_up"]
+                assert remedies(supervisor) == ["start"]
 
     run(work)
 

@@ -62,7 +62,7 @@ def test_a_supervisor_that_is_killed_goes_on_and_does_it_once(tmp_path: Path, po
             await until(lambda: runs(tmp_path), within_s=30)
             workload, plans = stored(tmp_path)
             assert workload.epoch == 2 and workload.places == ("a", "b") and workload.incident is None
-            assert [str(plan.remedy.kind) for plan in plans] == ["scale_up", "restart_in_job"]
+            assert [str(plan.remedy.kind) for plan in plans] == ["start", "restart_in_job"]
 
     run(work)
 
