@@ -96,11 +96,11 @@ def make_parser() -> argparse.ArgumentParser:
 
     checkpoints = _Flags(parser, "checkpoints")
     checkpoints.text("--persistent-ckpt-dir", help="folder or address that survives the hosts")
-    checkpoints.number("--persistent-ckpt-interval", help="steps between saves to it")
+    checkpoints.number("--persistent-ckpt-interval", help="it gets every Nth step")
     checkpoints.text("--ckpt-dir", help="the same as --persistent-ckpt-dir")
     checkpoints.number("--checkpoint-interval", help="the same as --persistent-ckpt-interval")
     checkpoints.text("--local-ckpt-dir", help="folder of each host: a ramdisk or local SSD")
-    checkpoints.number("--local-ckpt-interval", help="steps between saves to it")
+    checkpoints.number("--local-ckpt-interval", help="it gets every Nth step")
     checkpoints.on_off("--enable-in-cluster-local-ckpt", help="a local tier on the ramdisk, without naming its folder")
     checkpoints.number("--topk-ckpt", help="newest checkpoints to keep on the persistent tier; default: all")
     checkpoints.on_off("--enable-async-ckpt", help="training goes on while a save is written; default: it waits")

@@ -806,7 +806,10 @@ class Checkpointer:
         planner = plan_new(keys) if keys is not None else planner
         parts = self._parts()
         self.fence()
-        return parts.restorer.load(planner=planner, step=step, allow_pickle=allow_pickle, saved=parts.saves.newest)
+        restored = parts.restorer.load(planner=planner, step=step, allow_pickle=allow_pickle, saved=parts.saves.newest)
+        if restored is not None:
+            parts.schedule.loaded(restored.id.step)
+        return restored
 
     @lets_handlers_raise
     def steps(self) -> list[tuple[StepId, tuple[str, ...]]]:

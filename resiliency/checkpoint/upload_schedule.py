@@ -26,6 +26,7 @@ class RemoteSchedule:
     def __init__(self, remotes: Sequence[RemoteTierOptions], coordinator: Coordinator) -> None:
         self._remotes = tuple(remotes)
         self._coordinator = coordinator
+        self._began = 0
         self._last_sent: dict[str, int | None] = {}
         self._last_sent_at: dict[str, float] = {}
         self._saves = 0
@@ -40,6 +41,12 @@ class RemoteSchedule:
         self._last_sent.update(dict.fromkeys(due, step))
         return due, lambda: self._last_sent.update({tier: before.get(tier) for tier in due})
 
+    def loaded(self, step: int) -> None:
+        """A step was loaded. Before the first save it is the one that the job goes on from: what was due for a tier up
+        to there was sent when it was saved."""
+        if not self._saves:
+            self._began = step
+
     def count_save(self) -> None:
         """Counts a save: rank 0's next decision applies to the following save."""
         self._saves += 1
@@ -47,7 +54,8 @@ class RemoteSchedule:
     def _wanted(self, remote: RemoteTierOptions, step: int) -> bool:
         interval = remote.interval
         if interval.time is None:
-            return crossed(self._last_sent.get(remote.name), step, interval.steps or 1) if interval.steps else True
+            last = self._last_sent.get(remote.name)
+            return not interval.steps or crossed(self._began if last is None else last, step, interval.steps)
         # Rank 0 decided at the previous save, and every rank reads the decision now, at least one step later.
         topic = f"clock/{remote.name}/"
         try:

@@ -15,7 +15,10 @@ class Interval:
     """How often a tier gets a checkpoint. With neither field set: every save.
 
     Attributes:
-        steps: at the first save in each block of that many steps.
+        steps: at every Nth step: the first save at or after each multiple of N, however the saves lie. It counts
+            multiples, not N steps since the last one sent, so that all ranks and all starts of a job choose the same
+            steps, and a tier holds the same ones whether or not a restart came in between. The last save of a training
+            is sent, too.
         time: at the first save after that much time since the last one sent. Rank 0's clock decides for all ranks.
     """
 
@@ -31,6 +34,10 @@ class Interval:
             raise ConfigError("an interval is either in steps or in time; pass one of them")
 
 
-def crossed(last: int | None, step: int, every: int) -> bool:
-    """True when ``step`` is the first save in its block of ``every`` steps (``last``: the previous one sent)."""
-    return last is None or step // every > last // every
+def crossed(last: int, step: int, every: int) -> bool:
+    """True when a multiple of ``every`` is after ``last`` and not after ``step``.
+
+    Args:
+        last: the previous save that was sent; before the first one, the step that the job began with.
+    """
+    return step // every > last // every

@@ -543,7 +543,7 @@ def test_a_step_of_a_failed_interval_is_made_up_for(local: Path, tmp_path: Path)
         assert any(outcome.failed for outcome in checkpointer.poll())
         save(checkpointer, 11)
         settle(checkpointer)
-        assert numbers(remote) == [1, 11]
+        assert numbers(remote) == [11]
 
 
 # ---- resources

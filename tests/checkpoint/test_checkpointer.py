@@ -45,6 +45,7 @@ from resiliency.errors import AgentError, ConfigError, NoCheckpointFound, Resili
 from resiliency.inspection.by_path import load_path, locate
 from resiliency.settings import environment
 from resiliency.storage import known_files
+from resiliency.storage.interval import Interval
 from resiliency.storage.manifest import FILES_DIR
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.storage.stage import Stage
@@ -539,6 +540,18 @@ def test_outcomes_say_what_happened_to_each_save(tmp_path: Path) -> None:
             ("durable", "object_store", ("a.ckpt",)),
         ]
         assert checkpointer.poll() == []
+
+
+def test_a_tier_gets_every_nth_step_also_after_a_restart(tmp_path: Path) -> None:
+    remote = RemoteTierOptions(address=str(tmp_path / "r"), interval=Interval(steps=6))
+    for first in (3, 9):
+        with make_checkpointer(tmp_path / "c", remotes=[remote]) as checkpointer:
+            assert first == 3 or load(checkpointer).id.step == 6
+            for step in range(first, first + 6, 3):
+                save(checkpointer, step)
+            assert checkpointer.flush(Stage.DURABLE, timeout=SOON)
+    folders = (tmp_path / "r").rglob("shard-*")
+    assert {int(file.parent.name.split("-")[0]) for file in folders} == {6, 12}
 
 
 def test_warming_up_makes_the_files_the_first_save_uses(tmp_path: Path) -> None:

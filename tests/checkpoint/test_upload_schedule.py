@@ -19,13 +19,21 @@ def remote(name: str, **interval: object) -> RemoteTierOptions:
 
 def test_by_steps_and_what_failed_is_due_again() -> None:
     schedule = RemoteSchedule([remote("every"), remote("tens", steps=10)], SoloCoordinator())
-    assert schedule.due(3)[0] == ["every", "tens"]
+    assert schedule.due(3)[0] == ["every"]
     assert schedule.due(7)[0] == ["every"]
     due, undo = schedule.due(10)
     assert due == ["every", "tens"]
     undo()
     assert schedule.due(13)[0] == ["every", "tens"], "the save that failed is not made up for"
     assert schedule.due(15)[0] == ["every"]
+
+
+def test_a_start_goes_on_counting_from_the_step_it_has_loaded() -> None:
+    schedule = RemoteSchedule([remote("tens", steps=10)], SoloCoordinator())
+    schedule.loaded(13)
+    assert [step for step in range(16, 46, 3) if schedule.due(step)[0] and not schedule.count_save()] == [22, 31, 40]
+    schedule.loaded(22)  # to look at it
+    assert schedule.due(46)[0] == []
 
 
 def test_by_the_clock_rank_0_speaks_one_save_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,11 +129,38 @@ def test_top_k_and_threads(tmp_path: Path) -> None:
     assert checkpoint_of(*one_tier(tmp_path))._engine_options.copy_threads == 2
 
 
-def test_top_k_counts_the_persistent_tier(tmp_path: Path) -> None:
-    arguments = ["--local-ckpt-dir", str(tmp_path / "l"), *one_tier(tmp_path), "--topk-ckpt", "3"]
-    for every, kept in (("4", 3), ("2", 6), ("3", 6), ("1", 12)):
-        assert checkpoint_of(*arguments, "--local-ckpt-interval", every).save_top_k == kept
-    assert checkpoint_of(*arguments[:-2], "--local-ckpt-interval", "2").save_top_k == -1
+@pytest.mark.parametrize(
+    ("every", "flags", "ends", "kept"),
+    [
+        ((3, 6), ["--topk-ckpt", "2"], [12], {6, 12}),
+        ((3, 6), ["--topk-ckpt", "2"], [14], {12, 14}),
+        ((3, 6), ["--topk-ckpt", "2"], [14, 18], {12, 18}),
+        ((3, 6), ["--topk-ckpt", "1", "--enable-optimized-async-ckpt"], [15], {15}),
+        ((4, 6), ["--enable-async-ckpt"], [13], {6, 12, 13}),
+        ((2, 2), ["--topk-ckpt", "2"], [5], {4, 5}),
+    ],
+)
+def test_the_persistent_tier_holds_multiples_of_its_interval_and_the_last_save(
+    every: tuple[int, int], flags: list[str], ends: list[int], kept: set[int], tmp_path: Path, quiet_logging: None
+) -> None:
+    """At most as many as wanted. Several ends: the job of the same name goes on."""
+    local, persistent = tmp_path / "l" / "test_job" / "checkpoint", tmp_path / "p" / "test_job" / "checkpoint"
+    where = ["--local-ckpt-dir", str(tmp_path / "l"), "--local-ckpt-interval", str(every[0])]
+    where += ["--persistent-ckpt-dir", str(tmp_path / "p"), "--persistent-ckpt-interval", str(every[1])]
+    for end in ends:
+        run(*where, *flags, "--log-dir", str(tmp_path / "log"), "--max-steps", str(end))
+    assert names(persistent) == {f"step={step}.ckpt" for step in kept}
+    assert names(local) == {f"step={ends[-1]}.ckpt"}
+
+
+def test_what_two_tiers_want_and_keep() -> None:
+    from recipes.pretrain.checkpointing import TwoTiers
+
+    two = TwoTiers(local_every=4, persistent_every=6, keep=2)
+    assert [step for step in range(1, 19) if two.wants(step)] == [4, 6, 8, 12, 16, 18]
+    assert two.outdated([6, 12, 16], ends=False) == []
+    assert two.outdated([6, 12, 16], ends=True) == [6]
+    assert two.outdated([6, 12, 16, 18], ends=False) == [6, 16]
 
 
 def test_what_a_save_waits_for(tmp_path: Path) -> None:

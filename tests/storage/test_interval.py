@@ -12,16 +12,33 @@ from resiliency.errors import ConfigError
 from resiliency.storage.interval import Interval, crossed
 
 
-@given(st.lists(st.integers(0, 500), min_size=1, max_size=60, unique=True).map(sorted), st.integers(1, 50))
-def test_first_save_of_each_block(steps: list[int], every: int) -> None:
-    last, sent = None, []
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=60, unique=True).map(sorted), st.integers(1, 50))
+def test_the_first_save_at_or_after_each_multiple(steps: list[int], every: int) -> None:
+    last, sent = 0, []
     for step in steps:
         if crossed(last, step, every):
             last = step
             sent.append(step)
-    assert sent[0] == steps[0]
-    blocks = [step // every for step in sent]
-    assert blocks == sorted({step // every for step in steps}), "one save for every block that has any"
+    after = [next((step for step in steps if step >= multiple), None) for multiple in range(every, 501, every)]
+    assert sent == sorted({step for step in after if step is not None})
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 100))
+def test_a_restart_changes_nothing(spacing: int, every: int, restarted: int) -> None:
+    """Where each save is a step that the job can go on from."""
+    last, whole, parts = 0, [], []
+    for step in range(spacing, 200, spacing):
+        if crossed(last, step, every):
+            last = step
+            whole.append(step)
+    last = 0
+    for step in range(spacing, 200, spacing):
+        if step - spacing <= restarted < step:
+            last = step - spacing
+        if crossed(last, step, every):
+            last = step
+            parts.append(step)
+    assert whole == parts
 
 
 def test_going_back_to_an_older_step_sends_again_when_it_is_passed() -> None:
