@@ -64,6 +64,7 @@ __all__ = ["ModelCheckpoint", "ResilientModelCheckpoint", "build"]  # noqa: F822
 logger = logging.getLogger(__name__)
 
 _EXCEPTION_TIMEOUT = timedelta(seconds=30)
+_STRATEGIES = "docs/guarantees.md lists the strategies that it supports"
 #: Methods of the stock class after which a derived class may use the file that was saved.
 _FILE_METHODS = (
     "_save_checkpoint",
@@ -242,8 +243,12 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             if stage == "fit" and self._is_new_fit(trainer):
                 logger.warning(
                     "checkpoints are written by %s, as with the stock ModelCheckpoint: training waits for each save,"
-                    " and auto_resume is off. Without it the checkpoint engine writes them",
-                    other,
+                    " and auto_resume is off. %s",
+                    other.words,
+                    "Without it the checkpoint engine writes them"
+                    if adapter_for(trainer.strategy) is not None and not other.is_strategy
+                    else f"The checkpoint engine does not write those of {type(trainer.strategy).__name__}, whatever"
+                    f" plugins the Trainer has; {_STRATEGIES}",
                 )
             return
         _lightning.patch_load_checkpoint(trainer, partial(load_in_session, trainer))
@@ -260,8 +265,9 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         if adapter is None:
             logger.warning(
                 "%s is not supported by the checkpoint engine; Lightning's own code saves its checkpoints (slower, not"
-                " verified)",
+                " verified); %s",
                 type(trainer.strategy).__name__,
+                _STRATEGIES,
             )
             return
         self._use_engine(trainer, adapter)

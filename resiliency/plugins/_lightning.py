@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -279,29 +280,48 @@ def intercept_resume(trainer: Any, decide: Callable[[Any], Any]) -> Callable[[],
     return undo
 
 
-def other_writer(trainer: Any) -> str:
-    """Names the user's code that must write this trainer's checkpoints instead of the engine; "" when there is none.
+@dataclass(frozen=True, kw_only=True)
+class OtherWriter:
+    """Code that must write a trainer's checkpoints instead of the engine.
+
+    Attributes:
+        words: what it is, for people.
+        is_strategy: the strategy would write them itself, or with a plugin of its own, also without the user's plugins.
+    """
+
+    words: str
+    is_strategy: bool = False
+
+
+def other_writer(trainer: Any) -> OtherWriter | None:
+    """The code that must write this trainer's checkpoints instead of the engine; None when there is none.
 
     A CheckpointIO or strategy that the user passed may encrypt or upload, and so may a replacement of ``torch.save``.
     """
-    io = trainer.strategy.checkpoint_io
+    strategy, io = trainer.strategy, trainer.strategy.checkpoint_io
     stock = type(io).__name__ == "TorchCheckpointIO" and type(io).__module__.startswith(_FABRICS)
     if not stock and not type(io).__module__.startswith("resiliency."):
-        return f"the CheckpointIO plugin {type(io).__name__} of this Trainer"
-    strategy = trainer.strategy
-    if any(_is_users(strategy, method) for method in ("save_checkpoint", "remove_checkpoint")):
-        return f"the strategy {type(strategy).__name__} of this Trainer, which has methods of its own for that"
+        was_passed = io is trainer._accelerator_connector.checkpoint_io
+        if was_passed or type(strategy).__module__.startswith(_FABRICS):
+            makes_one = any(_is_users(strategy, name) for name in ("checkpoint_io", *_WRITES))
+            words = f"the CheckpointIO plugin {type(io).__name__} of this Trainer"
+            return OtherWriter(words=words, is_strategy=makes_one)
+        words = f"the strategy {type(strategy).__name__}, which has set a CheckpointIO of its own, {type(io).__name__}"
+        return OtherWriter(words=words, is_strategy=True)
+    if any(_is_users(strategy, name) for name in _WRITES):
+        words = f"the strategy {type(strategy).__name__} of this Trainer, which has methods of its own for that"
+        return OtherWriter(words=words, is_strategy=True)
     if stock and _is_replaced(io):
-        return f"a function that other code has put in the place of one of {type(io).__name__}"
+        return OtherWriter(words=f"a function that other code has put in the place of one of {type(io).__name__}")
     if torch_save_is_replaced():
-        return f"a function that other code has put in the place of torch.save ({torch.save!r})"
-    return ""
+        return OtherWriter(words=f"a function that other code has put in the place of torch.save ({torch.save!r})")
+    return None
 
 
 def _is_replaced(io: Any) -> bool:
     """True when other code has replaced what Lightning's own CheckpointIO saves or removes with: it wants to see the
     checkpoints."""
-    if not {"save_checkpoint", "remove_checkpoint"}.isdisjoint(vars(io)):
+    if not set(_WRITES).isdisjoint(vars(io)):
         return True
     saves = type(io).save_checkpoint, getattr(sys.modules[type(io).__module__], "_atomic_save", None)
     return any(one is not None and _is_of_others(one) for one in (*saves, type(io).remove_checkpoint))
@@ -313,11 +333,11 @@ def _is_of_others(function: Any) -> bool:
     return not of_lightning or hasattr(function, "__wrapped__")
 
 
-def _is_users(strategy: Any, method: str) -> bool:
-    """True when code outside Lightning has overridden or replaced a method of a strategy."""
-    if method in vars(strategy):
+def _is_users(strategy: Any, name: str) -> bool:
+    """True when code outside Lightning has overridden or replaced a method or property of a strategy."""
+    if name in vars(strategy):
         return True
-    owner = next(cls for cls in type(strategy).__mro__ if method in vars(cls))
+    owner = next(cls for cls in type(strategy).__mro__ if name in vars(cls))
     return not owner.__module__.startswith(_FABRICS)
 
 
@@ -326,6 +346,8 @@ def torch_save_is_replaced() -> bool:
     return torch.save is not torch.serialization.save
 
 
+#: Methods of strategies and of CheckpointIO plugins that write or remove a checkpoint.
+_WRITES = ("save_checkpoint", "remove_checkpoint")
 #: Prefixes of the modules that belong to Lightning's packages.
 _FABRICS = ("lightning.fabric.", "lightning_fabric.", "lightning.pytorch.", "pytorch_lightning.")
 

@@ -60,6 +60,50 @@ def test_the_users_plugin_saves_loads_and_removes(
     assert len(said(caplog)) == 2 and "Encrypting" in said(caplog)[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "makes_one", "passed"),
+    [("MegatronStrategy", True, False), ("MegatronStrategy", True, True), ("Mine", True, True), ("Mine", False, True)],
+)
+def test_a_strategy_that_writes_its_own_checkpoints_is_not_taken_for_a_plugin(
+    name: str, makes_one: bool, passed: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As NeMo's does: it makes a CheckpointIO when somebody asks for it. To remove a plugin helps only where the engine
+    supports the strategy."""
+    lightning = importlib.import_module(PL)
+
+    class OfMegatron(lightning.plugins.io.TorchCheckpointIO):  # type: ignore[name-defined,misc]
+        pass
+
+    class Plain(lightning.strategies.SingleDeviceStrategy):  # type: ignore[name-defined,misc]
+        pass
+
+    class Making(Plain):
+        @property
+        def checkpoint_io(self) -> Any:
+            self._checkpoint_io = self._checkpoint_io or OfMegatron()
+            return self._checkpoint_io
+
+        @checkpoint_io.setter
+        def checkpoint_io(self, io: Any) -> None:
+            self._checkpoint_io = io
+
+    kind = Making if makes_one else Plain
+    kind.__name__ = name
+    plugins = [OfMegatron()] if passed else []
+    trainer = make_trainer(
+        PL, [ours(PL, tmp_path, **EVERY)], root=tmp_path, plugins=plugins, strategy=kind(device="cpu")
+    )
+    trainer.fit(make_net(PL), loader())
+    (line,) = said(caplog)
+    own = f"the strategy {name}, which has set a CheckpointIO of its own, OfMegatron"
+    assert ("the CheckpointIO plugin OfMegatron of this Trainer" if passed else own) in line
+    assert ("Without it the checkpoint engine writes them" in line) is not makes_one
+    where = f"does not write those of {name}, whatever plugins the Trainer has; docs/guarantees.md lists"
+    assert (where in line) is makes_one
+    assert "NeMo" in (Path(__file__).parents[2] / "docs" / "guarantees.md").read_text()
+    assert sorted(os.listdir(tmp_path)) == FILES
+
+
 def test_our_own_plugin_is_no_other_writer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     namespace = NAMESPACES[0]
     trainer = make_trainer(
