@@ -9,12 +9,14 @@ Private attributes of Lightning used, all reached from the trainer object, so th
 ``lightning.pytorch`` and ``pytorch_lightning`` (2.2 and later):
 ``fit_loop`` (``epoch_loop``, ``_combined_loader``, ``_data_fetcher``, ``reset``, ``on_advance_start``,
 ``_should_accumulate``, ``_last_train_dl_reload_epoch``),
+``_checkpoint_connector`` (``dump_checkpoint``, ``restore_training_state``, ``_loaded_checkpoint``),
 ``epoch_loop`` (``run``, ``on_run_start``, ``batch_progress``, ``val_loop``),
 the fetcher (``iterator``, ``batches``, ``fetched``) and the
 combined loader (``flattened``, ``_iterator`` with ``iterators``, ``_idx``, ``_consumed``).
 
 :mod:`resiliency.plugins.resume.loader_positions` handles torch's loaders,
-:mod:`resiliency.plugins.resume.logged_metrics` the values that ``self.log`` has collected, and
+:mod:`resiliency.plugins.resume.logged_metrics` the values that ``self.log`` has collected,
+:mod:`resiliency.plugins.resume.trainable` what trains, and
 :mod:`resiliency.plugins.resume.loop_repairs` what Lightning's own loops lose.
 """
 
@@ -33,6 +35,8 @@ from resiliency.plugins.resume.loader_recorder import attach_recorder, detach_re
 from resiliency.plugins.resume.logged_metrics import capture_logged, restore_logged
 from resiliency.plugins.resume.metric_states import update_counts
 from resiliency.plugins.resume.plain import NotPlain, from_plain, to_plain
+from resiliency.plugins.resume.trainable import KEY as TRAINABLE
+from resiliency.plugins.resume.trainable import Trainable
 
 __all__ = ["RankState", "is_step_boundary"]
 
@@ -80,6 +84,7 @@ class RankState:
         self._persistent_open = False  # at the save, persistent workers of validation loaders were running
         self._counts: dict[int, int] = {}  # metric id -> number of updates before the current validation
         self._warned: set[str] = set()
+        self._trainable = Trainable()
 
     # ---- attach and detach
 
@@ -95,6 +100,8 @@ class RankState:
         self._trainer = trainer
         fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._patch(trainer.strategy, "process_dataloader", self._process_dataloader)
+        self._patch(trainer._checkpoint_connector, "dump_checkpoint", self._dump_checkpoint)
+        self._patch(trainer._checkpoint_connector, "restore_training_state", self._restore_training_state)
         self._patch(fit_loop, "reset", self._reset)
         self._patch(fit_loop, "on_advance_start", self._on_advance_start)
         self._patch(epoch_loop, "run", self._run_epoch)
@@ -116,6 +123,7 @@ class RankState:
         self._patches, self._recorded = [], []
         self._trainer = self._pending = self._rng_before_validation = None
         self._placed = self._advancing = self._restarted = self._finished_batch = False
+        self._trainable = Trainable()
 
     # ---- save
 
@@ -260,6 +268,18 @@ class RankState:
         target.__dict__[name] = patch
         self._patches.append((target, name, patch))
 
+    def _dump_checkpoint(self, original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = original(*args, **kwargs)
+        if "optimizer_states" in checkpoint and (changes := self._trainable.changes(self._trainer)):
+            checkpoint[TRAINABLE] = changes
+        return checkpoint
+
+    def _restore_training_state(self, original: Callable[[], None]) -> None:
+        """Runs after every hook of the setup, with the optimizers made and their state not yet loaded."""
+        self._trainable = Trainable(self._trainer._checkpoint_connector._loaded_checkpoint.get(TRAINABLE))
+        self._trainable.restore(self._trainer)
+        original()
+
     def _process_dataloader(self, original: Callable[[Any], Any], dataloader: Any) -> Any:
         """Attaches a recorder to every train loader, after Lightning has set its distributed sampler."""
         loader = original(dataloader)
@@ -294,6 +314,7 @@ class RankState:
                 loop_repairs.count_saved_batch(fit_loop)
                 rng.restore(state["rng"])
                 self._placed = True
+            self._trainable.begin(self._trainer)
             original()
         finally:
             self._advancing = False
@@ -353,7 +374,9 @@ class RankState:
         repeated = pending.get("validated") if pending is not None else None
         if repeated is not None:
             rng.restore(repeated)  # the last validation before the save runs again, with the same random numbers
+        self._trainable.validation_begins()
         result = original(*args, **kwargs)
+        self._trainable.validation_ended()
         # Cleared only when the validation has ended, because a save in on_exception needs it.
         before, self._rng_before_validation = self._rng_before_validation, None
         if pending is not None:
