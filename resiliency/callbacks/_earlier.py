@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from resiliency.callbacks._places import CheckpointPlaces, EngineKey
 from resiliency.errors import CorruptShard, TierError, UnsupportedFormat
+from resiliency.inspection.by_path import locate
+from resiliency.inspection.pickle_view import read_pickle
 from resiliency.interruption import lets_handlers_raise
 from resiliency.settings import environment
 from resiliency.storage.catalog import StepListing, scan, step_folders
@@ -19,7 +22,7 @@ from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
 
-__all__ = ["Found", "continues_writer", "is_restart", "look", "newest_file", "newest_step"]
+__all__ = ["Found", "continues_writer", "is_restart", "look", "newest_file", "newest_step", "step_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +106,34 @@ def newest_step(trainer: Any, places: CheckpointPlaces) -> StepId | None:
     for tier in _tiers(trainer, places):
         found += [file.manifest.id for file in single_files_of(tier, places.key.run)]
     return max(found, default=None)
+
+
+@lets_handlers_raise
+def step_of(path: str) -> int | None:
+    """The optimizer step of any checkpoint, ours or stock; None, with a warning, when it cannot be read.
+
+    Collective: no. Blocks: for a small read; no tensor is loaded, and no class that the file names is imported.
+    """
+    try:
+        located = locate(path)
+        if located is not None:
+            return located.id.step
+        if os.path.isdir(path):
+            path = os.path.join(path, "meta.pt")  # of a sharded checkpoint of Lightning
+        with _opened(path) as file, zipfile.ZipFile(file) as archive:
+            data = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            return int(read_pickle(archive.read(data))["global_step"])
+    except Exception as error:  # Boundary: a damaged file, or the client library of a store, raises anything.
+        logger.warning("the step of %s cannot be read, so it counts as the oldest checkpoint: %r", path, error)
+        return None
+
+
+def _opened(path: str) -> Any:
+    if "://" not in path:
+        return open(path, "rb")
+    import fsspec
+
+    return fsspec.open(path, "rb")
 
 
 @lets_handlers_raise

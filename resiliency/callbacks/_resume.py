@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Literal, Protocol
 
-from resiliency.callbacks._earlier import Found, continues_writer, is_restart, look, newest_step
+from resiliency.callbacks._earlier import Found, continues_writer, is_restart, look, newest_step, step_of
 from resiliency.callbacks._names import is_stock
 from resiliency.callbacks._places import CheckpointPlaces, EngineKey
 from resiliency.callbacks._shared_engine import SharedEngine
@@ -111,7 +111,7 @@ class Resume:
         return self._found[key]
 
     def intercept(self) -> None:
-        """Makes Lightning load the path that :meth:`_decide` returns for the user's ``ckpt_path``. Idempotent."""
+        """Makes Lightning load the path that :meth:`_decide` returns for its own choice. Idempotent."""
         if self._undo_intercept is None:
             self._undo_intercept = _lightning.intercept_resume(self._trainer, self._decide)
 
@@ -123,23 +123,47 @@ class Resume:
         self._offers[key] = asked or self._offers.get(key)
 
     def _decide(self, path: Any) -> Any:
-        if path is None:
-            newest = self._newest_of(self._chosen_runs())
-            return self._resume_from(newest) if newest is not None else None
+        """The path to load. ``path``: what Lightning has made of the user's ``ckpt_path``; None: nothing."""
+        asked = _lightning.asked_path(self._trainer, path)
+        if asked == "last" or (asked is None and path is not None and os.fspath(path) in self.last_candidates):
+            return self._last(path)
+        return self._newest_or(path) if asked is None else self._obey(path)
+
+    def _obey(self, path: Any) -> Any:
         text = os.fspath(path)
-        if text not in self.last_candidates:
-            self.protected.add(os.path.abspath(text) if "://" not in text else text)
-            return path
+        self.protected.add(os.path.abspath(text) if "://" not in text else text)
+        return path
+
+    def _last(self, path: Any) -> Any:
+        """The newest step of all runs, unless Lightning has found a later file of other code."""
+        if path is not None and os.fspath(path) not in self.last_candidates:
+            return self._obey(path)
         newest = self._newest_of(
             key for key in self._users if key in self._offers or key.newest in self.last_candidates
         )
-        if newest is not None:
-            chosen = self._resume_from(newest)
-            if not self._is_file_of(text, newest[0]):
-                return chosen
-            self.protected.add(os.path.abspath(text))
+        if newest is None:
+            return path if path is not None and os.path.isfile(path) else None
+        chosen = self._resume_from(newest)
+        return self._obey(path) if path is not None and self._is_file_of(os.fspath(path), newest[0]) else chosen
+
+    def _newest_or(self, path: Any) -> Any:
+        """The newest step of the chosen runs, unless ``path`` is newer, which Lightning has chosen by itself: under
+        SLURM what it has saved before a requeue, however old. All ranks take what rank 0 finds. Collective: yes."""
+        newest = self._newest_of(self._chosen_runs(path))
+        if newest is None:
             return path
-        return path if os.path.exists(path) and not os.path.isdir(path) else None
+        step = None
+        if self._trainer.is_global_zero and path is not None:
+            step = step_of(os.fspath(path))
+        path, step = self._trainer.strategy.broadcast((path, step))
+        if step is None or step <= newest[0].step:
+            return self._resume_from(newest, instead_of=path)
+        _lightning.tell_user(
+            self._trainer,
+            f"Resuming from {path} (step {step}), which Lightning has chosen: it is newer than {newest[0]} of run"
+            f" {newest[1].run!r} in {newest[1].directory}.",
+        )
+        return self._obey(path)
 
     def _is_file_of(self, path: str, step: StepId) -> bool:
         """True when the file that Lightning has found is that step. False with several ranks, because another rank may
@@ -152,8 +176,9 @@ class Resume:
             return False
         return located is not None and located.id == step
 
-    def _chosen_runs(self) -> list[EngineKey]:
-        """The runs to resume from when the user named no checkpoint. Collective: yes.
+    def _chosen_runs(self, path: Any) -> list[EngineKey]:
+        """The runs to resume from when the user named no checkpoint. Says so when it is none of those found.
+        Collective: yes. ``path``: what is resumed from then; None: nothing.
 
         Raises:
             TierError: a tier that may hold steps cannot be listed, and no other tier has any. Starting from scratch
@@ -168,20 +193,21 @@ class Resume:
                 if step is not None and continues_writer(self._trainer, self._places(key), step):
                     chosen.append(key)
         if not chosen:
-            self._tell_of(others)
+            self._tell_of(others, path)
         return chosen
 
-    def _tell_of(self, keys: Sequence[EngineKey]) -> None:
+    def _tell_of(self, keys: Sequence[EngineKey], path: Any) -> None:
         """Shows one line that names the newest checkpoint that the fit does not resume from, on rank 0."""
         if not self._trainer.is_global_zero:
             return
         steps = ((newest_step(self._trainer, self._places(key)), key) for key in keys)
         newest = max(((step, key) for step, key in steps if step is not None), key=itemgetter(0), default=None)
         if newest is not None:
+            does = "starts afresh" if path is None else f"resumes from {path}, as Lightning has chosen"
             _lightning.tell_user(
                 self._trainer,
                 f"{self._places(newest[1]).dirpath} holds checkpoints of an earlier training, up to {newest[0]}."
-                " They are kept, and this fit starts afresh; to continue from them instead, pass"
+                f" They are kept, and this fit {does}; to continue from them instead, pass"
                 ' ModelCheckpoint(auto_resume=True) or fit(ckpt_path="last").',
             )
 
@@ -189,11 +215,12 @@ class Resume:
         steps = [(self._newest_step(key), key) for key in keys]
         return max(((step, key) for step, key in steps if step is not None), key=itemgetter(0), default=None)
 
-    def _resume_from(self, newest: tuple[StepId, EngineKey]) -> str:
+    def _resume_from(self, newest: tuple[StepId, EngineKey], instead_of: Any = None) -> str:
         step, key = newest
+        what = "start afresh" if instead_of is None else f"resume from {instead_of}, as Lightning has chosen"
         _lightning.tell_user(
             self._trainer,
-            f"Resuming from {step} of run {key.run!r} in {key.directory}; to start afresh, pass"
+            f"Resuming from {step} of run {key.run!r} in {key.directory}; to {what}, pass"
             " ModelCheckpoint(auto_resume=False), another dirpath or another run.",
         )
         return key.newest

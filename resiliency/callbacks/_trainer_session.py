@@ -31,6 +31,7 @@ from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
 from resiliency.errors import ConfigError
 from resiliency.events import EventSink
 from resiliency.interruption import raised_by_a_handler
+from resiliency.plugins import _lightning
 from resiliency.storage.step_id import StepId
 from resiliency.telemetry.step_events import StepEvents, log_steps
 
@@ -83,6 +84,9 @@ class TrainerSession:
         self.trace_save: Callable[[EngineKey], SaveTrace | None] = _no_trace
         self._early_changes = EarlyChanges()
         self.resume = Resume(trainer, self.engines, self.users)
+        #: The optimizer step from which on the next step is saved without a name; None: none is wanted.
+        self._wanted_step: int | None = None
+        self._undo_slurm: Callable[[], None] | None = None
         self._receivers: dict[tuple[EngineKey, StepId], weakref.ref[OutcomeReceiver]] = {}
         self._step_events: StepEvents | None = None
 
@@ -183,6 +187,9 @@ class TrainerSession:
 
     def end(self) -> None:
         """Undoes all changes to the trainer and to torch. Idempotent."""
+        if self._undo_slurm is not None:
+            self._undo_slurm()
+            self._undo_slurm = None
         self.resume.end()
         _live.discard(self)
         if self.trainer.__dict__.get(_ATTRIBUTE) is self:
@@ -213,6 +220,25 @@ class TrainerSession:
         if not shared.warm:
             shared.warm = True
             shared.engine.warm_up_for(expected)
+
+    # -- SLURM ----------------------------------------------------------------------------------------------------
+
+    def save_after_slurm(self) -> None:
+        """When Lightning saves its own checkpoint before a SLURM requeue, makes the step after it one of the run's,
+        from which a resume is exact. Idempotent. Call it in ``setup`` of a fit."""
+        if self._undo_slurm is None:
+            self._undo_slurm = _lightning.after_slurm_save(self.trainer, self._want_next_step)
+
+    def _want_next_step(self) -> None:
+        # Saves nothing by itself, because the signal may have interrupted anything. Ranks may be a step apart.
+        self._wanted_step = _lightning.highest_step(self.trainer) + 1
+
+    def take_wanted_save(self, step: int) -> bool:
+        """True once when this step is to be saved; the same on all ranks."""
+        if self._wanted_step is None or step < self._wanted_step:
+            return False
+        self._wanted_step = None
+        return True
 
     # -- outcomes of saves ----------------------------------------------------------------------------------------
 

@@ -266,8 +266,8 @@ class SavesWhenPreempted(StepHooks):
     def _leave_here(self, trainer: Any, watch: NoticeWatch) -> None:
         watch.leaves()
         _lightning.let_children_leave(trainer)
-        if not self._requeue(trainer, watch):
-            self._save(trainer, watch)
+        self._requeue(trainer, watch)
+        self._save(trainer, watch)
         raise Preempted(self._exit_code)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
@@ -354,15 +354,11 @@ class SavesWhenPreempted(StepHooks):
         folder = self._checkpoint_dir or (others[0].dirpath if others else trainer.default_root_dir)
         return os.path.join(folder, FILE_NAME + ".ckpt")
 
-    def _requeue(self, trainer: Any, watch: NoticeWatch) -> bool:
-        """Under SLURM, lets Lightning save and requeue the job, now that all ranks have stopped at one batch.
-
-        Returns False when Lightning's handler has not done so.
-        """
+    def _requeue(self, trainer: Any, watch: NoticeWatch) -> None:
+        """Under SLURM, lets Lightning save and requeue the job, now that all ranks have stopped at one batch."""
         notice = watch.stop.notice
-        if notice is None or not notice.signal:
-            return False
-        return _lightning.slurm_requeue(trainer, watch.handlers_before.get(notice.signal), notice.signal)
+        if notice is not None and notice.signal:
+            _lightning.slurm_requeue(trainer, watch.handlers_before.get(notice.signal), notice.signal)
 
     def _leave_in_the_middle(self, trainer: Any, watch: NoticeWatch) -> None:
         if watch.stepping:

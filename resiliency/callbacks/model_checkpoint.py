@@ -236,6 +236,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         """
         require_trainer_of(self.namespace, trainer, "ModelCheckpoint", __name__)
         super().setup(trainer, pl_module, stage)
+        _lightning.find_last_again(trainer)
         if stage == "fit" and not trainer.fast_dev_run:
             _guide_effects.fit_begins(self, trainer)
         other = _lightning.other_writer(trainer)
@@ -360,6 +361,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         if session.resume.found(places.key).unsupported or _wants_log(trainer):
             saver.open()  # raises an error that names the format when it is unsupported
         session.resume.intercept()
+        session.save_after_slurm()
         if self._auto_resume is not False and not self.save_weights_only and trainer.global_step == 0:
             session.resume.offer(places.key, asked=self._auto_resume)
 
@@ -574,8 +576,12 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             self._saver.session.batch_ended()
 
     def _save_if_wanted(self, trainer: Any, saver: CheckpointSaver) -> None:
-        """Saves this step, without a name, if a supervisor has asked for it, as it does before it restarts the job."""
-        if not self.save_weights_only and heartbeat.save_is_wanted(trainer.global_step):
+        """Saves this step, without a name, if a supervisor has asked for it, as it does before it restarts the job, or
+        if SLURM is about to requeue the job."""
+        if self.save_weights_only:
+            return
+        step = trainer.global_step
+        if heartbeat.save_is_wanted(step) or saver.session.take_wanted_save(step):
             saver.save_unnamed()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:

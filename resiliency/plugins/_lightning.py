@@ -26,13 +26,17 @@ __all__ = [
     "about_to_end",
     "add_worker_seeds",
     "after_signal_handlers",
+    "after_slurm_save",
     "after_batch_end_hooks",
     "after_teardown",
     "around_load",
+    "asked_path",
     "before_ddp_wraps",
     "catch_save",
     "ddp_arguments",
+    "find_last_again",
     "forget_batch_end_actions",
+    "highest_step",
     "in_a_run",
     "intercept_resume",
     "is_handling_exception",
@@ -57,6 +61,8 @@ __all__ = [
     "warn_as",
 ]
 
+#: What the trainer runs for each of its verbs.
+_RUNS = ("_fit_impl", "_validate_impl", "_test_impl", "_predict_impl")
 _TRAINER_MODULES = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 
 logger = logging.getLogger(__name__)
@@ -256,28 +262,67 @@ def forget_batch_end_actions(trainer: Any) -> None:
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
 
+def asked_path(trainer: Any, chosen: Any) -> Any:
+    """What the user of the running fit, validation, test or prediction has named to load: a path, a word ("last",
+    "best", "hpc"), or None. ``chosen`` is what Lightning has made of it, which is the answer where this is not known.
+
+    Lightning keeps only what it has made of it, which may be a path although the user has named none: under SLURM, say.
+    """
+    if trainer._checkpoint_connector._user_managed:  # by the setter of trainer.ckpt_path
+        return chosen
+    frame = sys._getframe(1)
+    while (above := frame.f_back) is not None:
+        if frame.f_code.co_name in _RUNS and frame.f_globals.get("__name__") in _TRAINER_MODULES:
+            # Its own variable has changed by now. Each of Lightning's launchers calls it as function(*args, **kwargs).
+            names = frame.f_code.co_varnames[1 : frame.f_code.co_argcount]
+            passed = dict(zip(names, above.f_locals.get("args", ()), strict=False)) | above.f_locals.get("kwargs", {})
+            return passed.get("ckpt_path", chosen)
+        frame = above
+    return chosen
+
+
 def intercept_resume(trainer: Any, decide: Callable[[Any], Any]) -> Callable[[], None]:
-    """Makes the next fit resume from the path that ``decide(path)`` returns; ``path`` is the user's choice, or None.
+    """Makes the run that is being set up load the path that ``decide(path)`` returns; ``path`` is Lightning's choice,
+    or None. Replaces what an earlier call has set.
 
     Lightning resolves ``ckpt_path`` before any callback hook runs, each rank in its own file system. Only after that
-    can the ranks agree on one path.
+    can the ranks agree on one path, and are all callbacks there: ``path`` is then made of "last" once more.
 
     Returns:
-        A function that undoes this if the fit has not called ``decide`` yet. Idempotent.
+        A function that undoes this if the run has not called ``decide`` yet. Idempotent.
     """
     connector = trainer._checkpoint_connector
-    original = connector.resume_start
+    original = getattr(connector.resume_start, "_resiliency_original", connector.resume_start)
 
     def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-        undo()  # because the change is for this fit only
+        undo()  # because the change is for this run only
+        if asked_path(trainer, checkpoint_path) == "last":
+            checkpoint_path = _last(trainer) or checkpoint_path
         original(decide(checkpoint_path), *args, **kwargs)
 
     def undo() -> None:
         if connector.__dict__.get("resume_start") is resume_start:
             del connector.resume_start
 
+    resume_start._resiliency_original = original  # type: ignore[attr-defined]
     connector.resume_start = resume_start
     return undo
+
+
+def find_last_again(trainer: Any) -> None:
+    """Lets the run that is being set up find the "last" checkpoint of callbacks that came after Lightning had looked
+    for it, such as those of ``LightningModule.configure_callbacks``. Idempotent."""
+    if asked_path(trainer, None) == "last" and "resume_start" not in vars(trainer._checkpoint_connector):
+        intercept_resume(trainer, lambda path: path)
+
+
+def _last(trainer: Any) -> Any:
+    """What Lightning makes of "last" with the callbacks that the trainer has now."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is none, it has said already
+        return trainer._checkpoint_connector._select_ckpt_path(
+            trainer.state.fn, "last", model_provided=True, model_connected=True
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -576,21 +621,48 @@ def let_children_leave(trainer: Any) -> None:
         launcher.procs.clear()  # in place, because the launcher's thread watches this list object
 
 
-def slurm_requeue(trainer: Any, handler: Any, number: int) -> bool:
+def slurm_requeue(trainer: Any, handler: Any, number: int) -> None:
     """Lets Lightning save its checkpoint and requeue the SLURM job, if its handler of this signal does that.
 
-    Returns False, and does nothing, when the handler does not. Collective: yes. Blocks: as long as Lightning's save.
+    Collective: yes. Blocks: as long as Lightning's save.
 
     Args:
         handler: the signal's handler that the trainer has set.
         number: number of the signal.
     """
+    requeue = getattr(trainer._signal_connector, "_slurm_sigusr_handler_fn", None)
+    if requeue and is_lightnings_handler(trainer, handler) and requeue in getattr(handler, "signal_handlers", ()):
+        requeue(number, None)
+
+
+def after_slurm_save(trainer: Any, action: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``action`` in Lightning's signal handler that saves its own checkpoint and requeues the SLURM job, after it
+    has done both; all ranks are there then. Does nothing where there is no such handler. Call it in ``setup`` of a fit.
+
+    Returns:
+        A function that undoes this. Idempotent.
+    """
     connector = trainer._signal_connector
-    requeue = getattr(connector, "_slurm_sigusr_handler_fn", None)
-    if not is_lightnings_handler(trainer, handler) or requeue not in getattr(handler, "signal_handlers", ()):
-        return False
-    connector._slurm_sigusr_handler_fn(number, None)
-    return True
+    original = getattr(connector, "_slurm_sigusr_handler_fn", None)
+    if original is None or not getattr(trainer._accelerator_connector.cluster_environment, "auto_requeue", False):
+        return lambda: None
+
+    def handle(*args: Any) -> None:
+        original(*args)
+        action()
+
+    def undo() -> None:
+        if vars(connector).get("_slurm_sigusr_handler_fn") is handle:
+            del connector._slurm_sigusr_handler_fn
+
+    connector._slurm_sigusr_handler_fn = handle
+    return undo
+
+
+def highest_step(trainer: Any) -> int:
+    """The highest ``global_step`` of any rank. Collective: yes."""
+    step = torch.tensor(trainer.global_step, device=trainer.strategy.root_device)
+    return int(trainer.strategy.reduce(step, reduce_op="max"))
 
 
 def stop_asking_for_sigterm(trainer: Any) -> Callable[[], None]:

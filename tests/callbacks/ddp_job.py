@@ -42,6 +42,17 @@ class Raising(pl.Callback):
             raise RuntimeError("one rank only")
 
 
+class Signalled(pl.Callback):
+    """Gets the signal with which SLURM tells of a requeue, in the batch after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
 def leaving(namespace: str, hook: str) -> Any:
     """A callback that raises in a hook."""
     callback = importlib.import_module(namespace).Callback()
@@ -72,6 +83,9 @@ def train(
     odd: int = -1,
     leaves: tuple[int, str] = (-1, ""),
     dies: tuple[int, str] = (-1, ""),
+    signalled_at: int = -1,
+    via_module: bool = False,
+    eval_at: int = -1,
     namespace: str = PL,
     agent: str = "embedded",
     arguments: dict[str, Any] | None = None,
@@ -79,6 +93,8 @@ def train(
     """Trains and writes what this rank knows at the end, also when it fails."""
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if "SLURM_NTASKS" in os.environ:
+        os.environ["SLURM_PROCID"] = os.environ["SLURM_LOCALID"] = str(rank)
     given: dict[str, Any] = {
         "every_n_train_steps": 3,
         "monitor": "step",
@@ -92,10 +108,15 @@ def train(
         callback = ours(namespace, directory, **given)
     else:
         callback = (build(namespace) if own else stock(namespace))(directory, **given)
-    callbacks = [callback, *([Uneven(rank)] if uneven else []), *([Raising()] if raising == rank else [])]
+    callbacks = [
+        *([] if via_module else [callback]),
+        *([Uneven(rank)] if uneven else []),
+        *([Raising()] if raising == rank else []),
+    ]
     callbacks += [Unpicklable()] if odd == rank else []
     callbacks += [leaving(namespace, leaves[1])] if leaves[0] == rank else []
     callbacks += [dying(namespace, dies[1])] if dies[0] == rank else []
+    callbacks += [Signalled(signalled_at)] if signalled_at >= 0 else []
     strategy = importlib.import_module(f"{namespace}.strategies").DDPStrategy(process_group_backend="gloo")
     trainer = make_trainer(
         namespace,
@@ -107,6 +128,9 @@ def train(
         max_epochs=-1,
     )
     net = make_net(namespace, width=200, dropout=0.2)
+    net.on_train_epoch_start = lambda: net.layers[1:].eval() if net.current_epoch == eval_at else None
+    if via_module:
+        net.configure_callbacks = lambda: [callback]
     torch.manual_seed(100 + rank)
     error = ""
     try:
@@ -120,6 +144,8 @@ def train(
         "error": error,
         "hash": digest.hexdigest(),
         "step": trainer.global_step,
+        "ran": net.ran,
+        "training": [layer.training for layer in net.layers],
         "best": callback.best_model_path,
         "best_k": sorted(callback.best_k_models),
         "last": callback.last_model_path,

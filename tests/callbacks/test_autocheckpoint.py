@@ -383,14 +383,19 @@ def test_under_slurm_lightning_requeues_the_job_where_all_have_stopped(
     }
     slurm |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost"}
     slurm |= {"TORCHELASTIC_RUN_ID": None, "GROUP_RANK": None, "NODE_RANK": None}
+    slurm |= {"PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
     job = make(ranks=1)
-    job.start(moment="forward", env={**slurm, "PATH": f"{scontrol.parent}:{os.environ['PATH']}"})
+    job.start(moment="forward", env=slurm)
     job.wait_there()
     job.signal("0", signal.SIGUSR1)
     job.go()
     assert job.codes() == [PREEMPTED], job.logs()
     assert (tmp_path / "requeued").read_text() == "requeue 77\n"
     assert torch.load(job.folder / "hpc_ckpt_1.ckpt")["global_step"] > AT
+    step, _ = saved_step(job)  # which, unlike Lightning's file, has what an exact resume needs
+    job.start(env={**slurm, "SLURM_RESTART_COUNT": "1"})
+    assert job.codes() == [0], job.logs()
+    assert min(map(int, job.results()[0]["hashes"])) == step + 1
 
 
 def test_a_signal_to_the_peer_of_a_rank_that_has_died_is_no_preemption(make: Callable[..., Job]) -> None:

@@ -118,3 +118,17 @@ def test_what_a_rank_other_than_0_cannot_store_is_no_reason_not_to_save(zygote: 
     assert [answer["error"] for answer in answers] == ["", ""]
     assert names(tmp_path / "run") == {"step=3.ckpt", "step=6.ckpt", "last.ckpt"}
     assert [rank_state(tmp_path / "run" / "last.ckpt", rank=rank)["rank_state"]["rank"] for rank in (0, 1)] == [0, 1]
+
+
+def test_what_trains_is_the_same_on_all_ranks_after_a_resume_with_any_number_of_them(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    how = {"eval_at": 1, "arguments": {"every_n_train_steps": 1}}
+    straight = run(zygote, tmp_path / "run", max_steps=9, **how)
+    assert [answer["training"] for answer in straight] == [[True, False, False, False]] * 2
+    run(zygote, tmp_path / "again", max_steps=5, **how)  # within epoch 1
+    again = run(zygote, tmp_path / "again", max_steps=9, restart=1, **how)
+    assert [answer["hash"] for answer in again] == [answer["hash"] for answer in straight]
+    run(zygote, tmp_path / "fewer", max_steps=6, **how)  # after epoch 1
+    (alone,) = run(zygote, tmp_path / "fewer", max_steps=7, restart=1, ranks=1, **how)
+    assert (alone["error"], alone["ran"], alone["training"]) == ("", 1, [True, False, False, False])
