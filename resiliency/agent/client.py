@@ -23,6 +23,7 @@ from typing import get_args
 from resiliency.agent._command import AGENT_WORD
 from resiliency.agent._peer import Peer
 from resiliency.agent._start import start_agent
+from resiliency.agent._worker import no_thread
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.embedded import EmbeddedAgent
 from resiliency.agent.heard import HeardNotices
@@ -154,14 +155,14 @@ class AgentClient:
                 or no agent can be started.
         """
         close_when_left(self, lambda client: client.close(timeout_s=_LEAVE_TIMEOUT_S))
-        closed, why = 0, ""
+        closed, why = 0, OSError("not tried")
         for _ in range(_MAX_LOSSES):
             try:
                 self._connect()
             except AgentError:
                 raise
             except OSError as error:
-                closed, why = closed + isinstance(error, _HelloRefused), str(error)
+                closed, why = closed + isinstance(error, _HelloRefused), error
                 logger.info(
                     "rank %d: the checkpoint agent of %s did not start (%s)",
                     self.rank,
@@ -185,7 +186,7 @@ class AgentClient:
             f"rank {self.rank}: no checkpoint agent can be started for {self.config.local.address}: {why}; see the"
             f" agent's log in {self.config.run_folder}/logs, or run it in the trainer with"
             " CheckpointerOptions(agent='embedded')"
-        )
+        ) from why
 
     def _hang_up(self) -> None:
         """Closes the connection, which no thread reads."""
@@ -339,7 +340,7 @@ class AgentClient:
         raise ConnectionError("no agent could be reached or started")
 
     def _start_embedded(self) -> None:
-        """Raises ConnectionError when no thread can be started."""
+        """Raises AgentError when no thread can be started."""
         if self._embedded is not None:
             self._embedded.close(0.0)
         self._embedded = EmbeddedAgent(self.config)
@@ -348,7 +349,7 @@ class AgentClient:
         except OSError as error:
             logger.debug("the agent of another process serves %s (%s)", self.config.local.address, error)
         except RuntimeError as error:
-            raise ConnectionError(f"no thread can be started for it: {error}") from error
+            raise AgentError(f"rank {self.rank}: {no_thread(error)}") from error
 
     def _reap(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -657,6 +658,8 @@ class AgentClient:
 
     def _wait_gone(self, agent: Peer, deadline: float) -> None:
         watch = _StopWatch()
+        if not agent.runs(AGENT_WORD):
+            return  # a trainer in which the agent is embedded
         while agent.watched and (left := deadline - time.monotonic()) > 0 and not agent.wait_gone(min(left, _LOOK_S)):
             if watch.too_long(agent):
                 self._end_stopped(agent, "the next start finishes its work")

@@ -181,7 +181,7 @@ class CheckpointSaver:
                     "the checkpoint engine cannot be used: %s. Lightning's own code saves the checkpoints of this fit"
                     " (slower, not verified, not used by auto_resume)",
                     error,
-                    exc_info=not isinstance(error, ResiliencyError),
+                    exc_info=not isinstance(error, ResiliencyError) or error.__cause__ is not None,
                 )
                 return False
             logger.log(
