@@ -254,7 +254,6 @@ def _lacks() -> dict[str, str]:
         "pidfd": lambda: os.close(os.pidfd_open(os.getpid())),
         "memfd": lambda: os.close(os.memfd_create("resiliency-doctor")),
         "abstract sockets": _listen_abstract,
-        "system calls of threads": lambda: Path("/proc/self/task", str(os.getpid()), "syscall").read_text(),
     }
     lacks = {}
     for name, action in tries.items():

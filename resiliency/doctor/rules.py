@@ -151,12 +151,8 @@ _NEEDED_FOR = {
     ),
     "memfd": ("resiliency run sees no hang", "a container that may use memfd_create"),
     "abstract sockets": (
-        "no agent process: checkpoints are committed inside the trainer",
+        "no checkpoint agent: Lightning's own code saves the checkpoints",
         "let the container use AF_UNIX",
-    ),
-    "system calls of threads": (
-        "ranks that stay are replaced when they wait in a gloo operation",
-        "let processes look at themselves in /proc (no hidepid, no seccomp rule against it)",
     ),
 }
 

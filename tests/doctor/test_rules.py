@@ -78,7 +78,6 @@ def test_nothing_is_told_of_a_good_host() -> None:
         ({"lacks": {"pidfd": "not permitted"}}, "kernel", Verdict.WARNING, "not permitted"),
         ({"lacks": {"memfd": "x"}}, "kernel", Verdict.WARNING, "hang"),
         ({"lacks": {"abstract sockets": "x"}}, "kernel", Verdict.WARNING, "inside the trainer"),
-        ({"lacks": {"system calls of threads": "x"}}, "kernel", Verdict.WARNING, "gloo"),
         ({"cores": 1.5}, "cores", Verdict.WARNING, "2 cores"),
         ({"open_files": 256}, "limits", Verdict.WARNING, "ulimit -n"),
         ({"gpu_driver": "NVRM 1", "locked_bytes": 65536}, "limits", Verdict.NOTE, "ulimit -l"),
