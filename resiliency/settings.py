@@ -29,7 +29,6 @@ __all__ = [
     "lightning_seed",
     "replace_variables",
     "set_variable",
-    "state_home",
 ]
 
 #: Address at which ranks reach ``resiliency run``, see :mod:`resiliency.launch.rank_links`.
@@ -201,15 +200,6 @@ def environment(env: Mapping[str, str] | None = None) -> Environment:
 def lightning_seed() -> int:
     """The seed that Lightning gives to the samplers it makes (``PL_GLOBAL_SEED``), 0 when unset."""
     return _integer(os.environ, "PL_GLOBAL_SEED", 0)
-
-
-def state_home() -> str:
-    """The user's folder for what programs keep between runs: ``XDG_STATE_HOME``, else ``~/.local/state``. It may not
-    exist, and is relative where the user has no home.
-    """
-    state = os.environ.get("XDG_STATE_HOME", "")
-    # A relative value is to be ignored (XDG Base Directory Specification).
-    return state if os.path.isabs(state) else os.path.expanduser("~/.local/state")
 
 
 def all_variables() -> dict[str, str]:

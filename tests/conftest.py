@@ -10,7 +10,6 @@ import faulthandler
 import gc
 import os
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
 # Likewise: where there are no credentials, it asks for a quarter of a minute whether this is a machine of Google's.
 os.environ.setdefault("NO_GCE_CHECK", "true")
-# Folders that lie apart from the checkpoints are made there, not in the home of who runs the tests.
-STATE_HOME = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="resiliency-state-")
 
 #: How long leftovers may take to go by themselves, in seconds.
 GRACE_S = 3.0
@@ -127,7 +124,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     os.close(config.stash[STDERR])
-    shutil.rmtree(STATE_HOME, ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:

@@ -41,7 +41,6 @@ class Fence:
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
         self._run = config.run_folder
-        self._within = os.path.join(config.local.address, META_DIR, config.run)  # the same unless it lies apart
         self._attempt = f"staging-a{config.attempt:04d}-{config.token}"
         self._lock = threading.Lock()
         self._name = ""
@@ -58,15 +57,10 @@ class Fence:
             AgentError: a later attempt has started.
         """
         self._make_folder()
-        newest = self._newest(self._run)
+        newest = self._newest()
         if newest > self._config.attempt:
             self.release()
             raise AgentError(f"attempt {newest} of this job has started; attempt {self._config.attempt} is over")
-        if self._within != self._run and self._newest(self._within) >= self._config.attempt:
-            self.release()
-            raise AgentError(
-                f"another job has moved {self._run} to {self._within}; attempt {self._config.attempt} is over"
-            )
 
     def cause(self, error: Exception) -> Exception:
         """What made an effect fail: that this attempt is over, if it is, otherwise ``error``.
@@ -82,13 +76,12 @@ class Fence:
             return over
         return error
 
-    @staticmethod
-    def _newest(run: str) -> int:
-        newest = read_attempt(run)
+    def _newest(self) -> int:
+        newest = read_attempt(self._run)
         # An agent that was stopped while it started may have written its own number over a later one. It cannot have
         # removed the later agent's claim, which was made before.
         with suppress(OSError):
-            newest = max(newest, largest_claim(run))
+            newest = max(newest, largest_claim(self._run))
         return newest
 
     def _make_folder(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from resiliency.storage.manifest import META_DIR
 
-__all__ = ["AgentConfig", "TierSpec", "agent_address", "is_served"]
+__all__ = ["AgentConfig", "TierSpec", "agent_address"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,6 @@ class AgentConfig:
         remotes: tiers to upload to.
         events: path of the agent's event log, None for none.
         drain_s: seconds that the agent may take to finish sealed saves after the last rank has disconnected.
-        meta: the engine's own folder of the local tier; "": in the tier's folder, see
-            :mod:`resiliency.storage.meta_folder`.
         only_files: when the job ends in order, leave only checkpoint files, see :mod:`resiliency.storage.single_files`.
     """
 
@@ -63,13 +61,12 @@ class AgentConfig:
     remotes: tuple[TierSpec, ...] = ()
     events: str | None = None
     drain_s: float = 60.0
-    meta: str = ""
     only_files: bool = False
 
     @property
     def run_folder(self) -> str:
         """The run's folder in the local tier."""
-        return os.path.join(self.meta or os.path.join(self.local.address, META_DIR), self.run)
+        return os.path.join(self.local.address, META_DIR, self.run)
 
     @property
     def address(self) -> str:
@@ -84,22 +81,3 @@ def agent_address(directory: str, run: str, node: str) -> str:
     """
     identity = f"{os.getuid()}:{os.path.realpath(directory)}:{run}:{node}"
     return "\0resiliency-" + hashlib.blake2b(os.fsencode(identity), digest_size=12).hexdigest()
-
-
-def is_served(address: str) -> bool:
-    """True when an agent on this machine listens on this socket name; False where the kernel does not tell. Blocks: for
-    0.1 ms."""
-    return _shown(address) in _bound()
-
-
-def _shown(address: str) -> bytes:
-    return os.fsencode(address).replace(b"\0", b"@")
-
-
-def _bound() -> set[bytes]:
-    """The socket names that processes of this machine have bound, as the kernel shows them."""
-    try:
-        with open("/proc/net/unix", "rb") as file:
-            return {line.split(maxsplit=7)[-1] for line in file.read().splitlines()}
-    except OSError:
-        return set()

@@ -23,7 +23,6 @@ from resiliency.agent._fence import Fence
 from resiliency.agent._removal import Remover
 from resiliency.agent._reporter import Notify, Reporter
 from resiliency.agent._worker import Worker
-from resiliency.agent.abandoned import delete_abandoned
 from resiliency.agent.commit import (
     check_in_place,
     check_share,
@@ -72,7 +71,6 @@ from resiliency.storage.manifest import (
     record_file,
     shard_file,
 )
-from resiliency.storage.meta_folder import move_into_directory
 from resiliency.storage.names import is_taken_since, missing_names
 from resiliency.storage.retention import DeleteRequest, Hold
 from resiliency.storage.shard_file import Identity
@@ -122,7 +120,6 @@ class HostAgent:
             config.local.address,
             durable=False,
             name=config.local.name,
-            meta=os.path.dirname(config.run_folder),
             staging=lambda: self._fence.staging,
         )
         self._steps = LocalSteps()
@@ -248,7 +245,6 @@ class HostAgent:
             self._fence.check()
             remove_dead_fetches(self.config.run_folder, self.config.node)
             self._tier.sweep()
-            delete_abandoned(os.path.dirname(self.config.run_folder))
         except (TierError, OSError, AgentError) as error:
             logger.info("partial files in %s could not be deleted: %s", self.config.local.address, error)
 
@@ -481,29 +477,18 @@ class HostAgent:
     def _leave_only_files(self) -> None:
         """Removes the run's folder when all ranks have left in order and every step is a file that needs nothing
         else."""
-        if not self._serves_all:
+        if not self._serves_all or not self._left.issuperset(self.config.local_ranks):
             return
-        committed = self._steps.select(lambda step: step.committed is not None)
-        folder, directory = self.config.run_folder, self.config.local.address
+        folder = self.config.run_folder
+        # A step whose folder the user has deleted can no longer become durable.
+        steps = self._steps.select(lambda step: step.committed is not None and os.path.isdir(self._path(step.id, "")))
         try:
             self._fence.check()
-            if not os.path.isdir(directory):
-                self._remover.drop_run(())  # the user has deleted all checkpoints
-                return
-            if not self._left.issuperset(self.config.local_ranks):
-                return
-            for step in committed:
-                if step.lacked_folder:
-                    self._sync(step)
-            through = self._tier.location(self._fence.staging)
-            if not all(step.durable and step.pins == 0 for step in committed):
+            if not all(step.durable and step.pins == 0 for step in steps):
                 reason = "not every step is durable yet"
             else:
-                reason = drop_folders(self._tier, self.config.run, through=through)
+                reason = drop_folders(self._tier, self.config.run, through=self._tier.location(self._fence.staging))
             if reason:
-                # Apart from the checkpoints nobody would look for it, and deleting a checkpoint would free no room.
-                if os.path.isdir(through):
-                    folder = move_into_directory(folder, directory, through=through)
                 logger.info("%s stays: %s", folder, reason)
         except AgentError as error:
             logger.info("%s stays: %s", folder, error)
@@ -816,7 +801,6 @@ class HostAgent:
             except OSError as error:
                 # Not durable: older steps stay until a later step is fsynced.
                 # After an I/O error no further try counts: the kernel reports a failed write once.
-                step.lacked_folder = error.errno == errno.ENOENT
                 reason = f"fsync of {folder} failed: {error}"
                 tier = self.config.local.name
                 self._report.log_failed(step.id, Stage.DURABLE, tier, reason, will_retry=True)
@@ -824,7 +808,7 @@ class HostAgent:
                 self._report.notify_failed(step.id, tier, reason)
                 return
         with self._steps.lock:
-            step.durable, step.lacked_folder = True, False
+            step.durable = True
         if not self._is_of_this_attempt(step.id):
             if self._pruner.has_requests:  # the requests waited until this step was durable
                 self._commits.submit(self._prune)

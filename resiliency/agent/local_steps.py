@@ -22,7 +22,6 @@ class LocalStep:
         records: known records, by rank.
         committed: the step, once committed here; on a tier that each host has for itself, this host's part of it.
         durable: all its files were fsynced; on a ramdisk: it is committed.
-        lacked_folder: the last try to fsync them failed because a folder was missing, which may be there again.
         pins: number of uploads in progress; a pinned step is not deleted.
         began: monotonic seconds when the save began.
     """
@@ -31,7 +30,6 @@ class LocalStep:
     records: dict[int, ShardRecord] = field(default_factory=dict)
     committed: Manifest | UnfinishedStep | None = None
     durable: bool = False
-    lacked_folder: bool = False
     pins: int = 0
     began: float = field(default_factory=time.monotonic)
 

@@ -12,7 +12,6 @@ from resiliency.errors import ConfigError
 from resiliency.settings import environment
 from resiliency.storage.interval import Interval
 from resiliency.storage.manifest import META_DIR, STEPS_DIR
-from resiliency.storage.meta_folder import meta_folder
 
 __all__ = ["IN_CLUSTER", "CheckpointPlaces", "EngineKey", "choose_places"]
 
@@ -29,13 +28,9 @@ class EngineKey:
 
     @property
     def newest(self) -> str:
-        """A path that stands for the newest step of the run, the same on every rank."""
+        """A path that stands for the newest step of the run, the same on every rank: the folder of its step folders,
+        which may be missing."""
         return os.path.join(self.directory, META_DIR, self.run, STEPS_DIR)
-
-    @property
-    def step_folders(self) -> str:
-        """Where the run's step folders are now, if there are any: :attr:`newest`, or apart from the directory."""
-        return os.path.join(meta_folder(self.directory), self.run, STEPS_DIR)
 
 
 @dataclass(frozen=True)

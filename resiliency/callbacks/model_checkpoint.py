@@ -388,10 +388,9 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             if self._unsuited(dirpath):
                 return found
             key = self._places(dirpath).key
-        folders = key.step_folders
         ours = {path for path in found if not is_stock(path)}
         # "last" means the newest step, whatever its name, so that every rank finds the same step.
-        candidates = {folders} if os.path.isdir(folders) else newest_file(key, prefer=ours) or ours
+        candidates = {key.newest} if os.path.isdir(key.newest) else newest_file(key, prefer=ours) or ours
         trainer_session(trainer).resume.last_candidates |= candidates | {key.newest}
         return (found - ours) | candidates
 

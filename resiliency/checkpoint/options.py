@@ -26,11 +26,10 @@ class LocalTierOptions:
             ``keep=1``: it then holds the newest step and the one being written, whatever their names.
         durable: fsync before anything older is deleted. Always False on a ramdisk, where nothing survives a power loss.
         shared: True when all hosts of the job see the same folder; None: determined at start.
-        only_files: the directory holds only checkpoints: the engine's own folder lies apart from it if possible
-            (:mod:`resiliency.storage.meta_folder`), and when the job has ended in order it is removed, with the run's
-            event log. The next start makes it again from the files. Without effect for a job with ranks on
-            several hosts or with several tiers, and while a step has no name directly in the folder, or more than 64
-            MiB of per-rank data.
+        only_files: when the job has ended in order, the directory holds only checkpoints: the run's folder in
+            ``.resiliency`` is removed, with its event log. The next start makes it again from the files. Without
+            effect for a job with ranks on several hosts or with several tiers, and while a step has no name directly
+            in the folder, or more than 64 MiB of per-rank data.
     """
 
     directory: str

@@ -23,28 +23,12 @@ __all__ = [
     "HeldBoxes",
     "InventoryReport",
     "ProblemReport",
-    "RankPlace",
     "RankReport",
     "SharedFolder",
     "gather",
 ]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankPlace:
-    """Where a rank is, sent first where the engine's own folder is to lie apart from the checkpoints.
-
-    Attributes:
-        node, place: as in :class:`RankReport`.
-        meta: the folder that rank 0 has made, see :mod:`resiliency.storage.meta_folder`; "" on other ranks, and when it
-            could not.
-    """
-
-    node: str
-    place: str
-    meta: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from resiliency.checkpoint._hosts import host_names, place_of
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.lineage import Lineage
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
-from resiliency.checkpoint.rank_messages import AgentReady, RankPlace, RankReport, SharedFolder, gather
+from resiliency.checkpoint.rank_messages import AgentReady, RankReport, SharedFolder, gather
 from resiliency.checkpoint.shard_plan import HostPart
 from resiliency.errors import DirectoryInUse, TierError, UnsupportedFormat
 from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
@@ -30,8 +30,8 @@ from resiliency.settings import Environment
 from resiliency.storage.attempts import largest_of_steps, read_attempt
 from resiliency.storage.claims import largest_claim
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
-from resiliency.storage.meta_folder import make_meta_folder
 from resiliency.storage.single_files import restore_folders
+from resiliency.storage.state_dir import make_state_dir
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers._address import local_path
 from resiliency.storage.tiers.local import LocalTier
@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 #: Times that a folder is made which another job removes meanwhile.
 _TRIES = 16
-#: What is raised then, and when another rank makes or moves it.
-_CHANGED_MEANWHILE = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY)
+#: What is raised then.
+_CHANGED_MEANWHILE = (errno.ENOENT, errno.EEXIST)
 
 
 @dataclass(frozen=True)
@@ -83,52 +83,20 @@ class Session:
         self.events.close()
 
 
-def _make_run_folder(directory: str, run: str, rank: int, meta: str) -> str:
+def _make_run_folder(directory: str, run: str, rank: int) -> None:
     """Makes the folder of the run, and tries whether it can be written to.
 
-    Another job may end at this moment, and remove it with all that it has made; another rank may move it.
-
-    Args:
-        meta: the engine's own folder; "": the one in the directory.
-
-    Returns:
-        The folder.
+    Another job may end at this moment, and remove it with all that it has made.
     """
     for attempt in range(_TRIES):
         try:
-            if not meta and (tier := LocalTier(directory, durable=False)).is_apart:
-                restore_folders(tier, run)  # before they are moved: in the directory step folders count, files do not
-            folder = os.path.join(meta or make_meta_folder(directory, apart=False), run)
+            folder = os.path.join(make_state_dir(directory), run)
             os.makedirs(folder, exist_ok=True)
             _try_writing(os.path.join(folder, f".write-{rank:05d}"))
+            return
         except OSError as error:
             if error.errno not in _CHANGED_MEANWHILE or attempt == _TRIES - 1:
                 raise
-        else:
-            return folder
-    raise AssertionError("unreachable")
-
-
-def _meta_apart(local: LocalTierOptions, coordinator: Coordinator, environment: Environment, timeout: timedelta) -> str:
-    """The engine's own folder, apart from the checkpoints, if all ranks are on one host and see one folder; else "".
-
-    Collective: yes. One rank makes it, because ranks that decide alone may decide differently.
-
-    Raises:
-        Timeout: a rank is missing.
-    """
-    place = meta = ""
-    try:
-        os.makedirs(local.directory, exist_ok=True)
-        place = place_of(local.directory)
-        if coordinator.rank == 0:
-            meta = make_meta_folder(local.directory, apart=True)
-    except OSError as error:
-        logger.debug("%s cannot be used: %s", local.directory, error)  # what follows finds it too, and reports it
-    own = RankPlace(node=environment.node, place=place, meta=meta)
-    ranks = gather(coordinator, "place", own, timeout=timeout) if coordinator.world_size > 1 else [own]
-    alone = place and all((rank.node, rank.place) == (own.node, own.place) for rank in ranks)
-    return ranks[0].meta if alone else ""
 
 
 def _try_writing(path: str) -> None:
@@ -167,15 +135,11 @@ def open_session(
     """
     occupy_standard_streams()
     rank, world_size = coordinator.rank, coordinator.world_size
-    meta = ""
-    if local.only_files and not remotes:
-        meta = _meta_apart(local, coordinator, environment, options.agree_timeout)
     folder, local_tier = os.path.join(local.directory, META_DIR, run), LocalTier(local.directory, durable=False)
     problem = unsupported = place = ""
     largest = line = 0
     try:
-        folder = _make_run_folder(local.directory, run, rank, meta)
-        local_tier = LocalTier(local.directory, durable=False, meta=os.path.dirname(folder))
+        _make_run_folder(local.directory, run, rank)
         place = place_of(local.directory)
         restore_folders(local_tier, run)
         largest, line = largest_of_steps(local_tier, run)
@@ -265,7 +229,6 @@ def open_session(
         ),
         events=os.path.join(events_dir, f"agent-{node}.jsonl"),
         drain_s=options.drain_timeout.total_seconds(),
-        meta=os.path.dirname(folder),
         only_files=local.only_files and not remotes and len(local_ranks) == world_size,
     )
     client = AgentClient(config, rank, events, embedded=options.agent == "embedded")

@@ -163,7 +163,7 @@ def _read(paths: list[Path]) -> LogReader:
 
     if not paths:
         _fail("say which log to read: --log DIR or --log FILE")
-    return _or_fail(read_logs, _with_apart(paths))
+    return _or_fail(read_logs, paths)
 
 
 def _ledgers(
@@ -219,14 +219,6 @@ def _up_to_now(
 
 def _leave_nothing(windows: Windows, ledgers: list[Ledger], until: float | None = None) -> bool:
     return (bool(windows) or until is not None) and not any(ledger.wall_us for ledger in ledgers)
-
-
-def _with_apart(paths: Sequence[Path]) -> list[Path]:
-    """The paths, and for each folder whose running fit keeps its log apart from it, the folder where that is."""
-    from resiliency.storage.meta_folder import meta_folder
-
-    apart = [Path(meta_folder(str(path))) for path in paths if path.is_dir()]
-    return [*paths, *(folder for folder in apart if folder.is_dir() and folder.parent not in paths)]
 
 
 def _names(paths: Sequence[Path]) -> str:
@@ -443,7 +435,7 @@ def watch(
         while True:
             waits = "for the first event"
             try:
-                reader.read(find_logs(_with_apart(paths)), final=False)
+                reader.read(find_logs(paths), final=False)
             except ResiliencyError as error:
                 waits = f"for a log: {error}"
             begun = join_supervisors(reader.collector.runs)

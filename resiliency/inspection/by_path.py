@@ -39,8 +39,7 @@ from resiliency.storage.archive import read_directory
 from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.catalog import StepListing
 from resiliency.storage.fetch import copy_checked
-from resiliency.storage.manifest import MANIFEST, STEPS_DIR, Manifest, ShardRecord, rank_of_shard
-from resiliency.storage.meta_folder import meta_folder
+from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, ShardRecord, rank_of_shard
 from resiliency.storage.names import read_name
 from resiliency.storage.own_record import check_identity_is_absent, read_own_manifest
 from resiliency.storage.shard_file import IDENTITY_BYTES, RANK_STATE, Identity, read_identity
@@ -313,7 +312,7 @@ def _file_at(path: str) -> object:
         return None
     if not stat.S_ISDIR(found.st_mode):
         return found.st_dev, found.st_ino
-    steps = [path, *glob.glob(f"{glob.escape(meta_folder(path))}/*/{STEPS_DIR}"), f"{path}/{STEPS_DIR}"]
+    steps = [path, *glob.glob(f"{glob.escape(path)}/{META_DIR}/*/{STEPS_DIR}"), f"{path}/{STEPS_DIR}"]
     times = {}
     for folder in (inner for place in steps for inner in (place, *glob.glob(f"{glob.escape(place)}/*/"))):
         with suppress(OSError):

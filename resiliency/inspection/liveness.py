@@ -21,8 +21,7 @@ from resiliency.agent.config import agent_address
 from resiliency.events import EventKind
 from resiliency.regular_file import opened
 from resiliency.settings import environment
-from resiliency.storage.manifest import EVENTS_DIR
-from resiliency.storage.meta_folder import meta_folder
+from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 
 __all__ = ["Evidence", "evidence_of_use"]
 
@@ -65,7 +64,7 @@ def evidence_of_use(
 
 def _logged_hosts(directory: str, run: str) -> set[str]:
     """Hosts whose agents left a log: a job may have been given another host name than this shell has."""
-    folder_of_run = Path(meta_folder(directory), run)
+    folder_of_run = Path(directory, META_DIR, run)
     return {
         path.stem.removeprefix("agent-")
         for folder in ("logs", EVENTS_DIR)
@@ -85,7 +84,7 @@ def _listens(address: str) -> bool:
 
 
 def _ranks(directory: str, run: str, here: Collection[str], now: float) -> list[Evidence]:
-    folders = {str(Path(meta_folder(directory), run, EVENTS_DIR)), environment().events_dir or ""} - {""}
+    folders = {str(Path(directory, META_DIR, run, EVENTS_DIR)), environment().events_dir or ""} - {""}
     logs = [log for folder in sorted(folders) for log in sorted(Path(folder).glob("rank-*.jsonl"))]
     found = []
     for log in logs:

@@ -25,7 +25,6 @@ from resiliency.storage.manifest import (
     gather_records,
     rank_of_shard,
 )
-from resiliency.storage.meta_folder import key_of
 from resiliency.storage.names import read_name
 from resiliency.storage.retention import live_names
 from resiliency.storage.shard_file import Identity
@@ -186,7 +185,7 @@ def find(path: str) -> Target:
 
 def _find(path: str, opening: Callable[[str], Tier]) -> Target:
     tier = opening(path)
-    address = key_of(tier.root) if tier.is_local else tier.root
+    address = tier.root
     marker = f"/{META_DIR}/"
     root, found, rest = (address + "/").partition(marker)
     if found:

@@ -17,10 +17,10 @@ from contextlib import suppress
 
 from resiliency.regular_file import open_regular
 
-__all__ = ["exchange", "is_ours_alone", "move_without_replacing", "write_zeros"]
+__all__ = ["is_ours_alone", "move_without_replacing", "write_zeros"]
 
 _AT_FDCWD = -100
-_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
+_RENAME_NOREPLACE = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _F_SETLEASE = 1024  # Linux; not in the fcntl module of every Python we support
 
@@ -35,19 +35,9 @@ def move_without_replacing(source: str, target: str) -> bool:
     Raises:
         OSError: any other failure.
     """
-    return _renamed(source, target, _RENAME_NOREPLACE)
-
-
-def exchange(one: str, other: str) -> bool:
-    """Exchanges what two paths lead to, atomically. Returns and raises as :func:`move_without_replacing`; False also
-    when one of them does not exist."""
-    return _renamed(one, other, _RENAME_EXCHANGE)
-
-
-def _renamed(source: str, target: str, how: int) -> bool:
     if not hasattr(_libc, "renameat2"):  # a libc other than glibc 2.28 or later
         return False
-    if _libc.renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), how) == 0:
+    if _libc.renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) == 0:
         return True
     code = ctypes.get_errno()
     if code in (errno.EEXIST, errno.ENOENT, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV):

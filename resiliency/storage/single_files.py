@@ -30,13 +30,13 @@ from resiliency.regular_file import open_regular
 from resiliency.storage.catalog import StepListing, scan, step_prefix
 from resiliency.storage.change_times import unlink_in_order
 from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, ShardRecord, rank_of_shard, record_file
-from resiliency.storage.meta_folder import remove_meta_folder
-from resiliency.storage.own_files import give_own_files
 from resiliency.storage.own_record import check_identity_is_absent, read_other_shard, read_own_manifest
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
+from resiliency.storage.state_dir import remove_state_dir
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
+from resiliency.storage.unlink_hardlinks import unlink_hardlinks
 
 __all__ = [
     "SingleFile",
@@ -52,8 +52,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: Prefixes of folders that are being removed, or made.
-_DROPPED, _RESTORED = "dropped-", "restored-"
+#: Prefix of folders that are being made.
+_RESTORED = "restored-"
 #: Prefix of the files with the numbers of attempts.
 _ATTEMPT = "attempt"
 _OLD_S = 3600.0
@@ -135,7 +135,7 @@ def single_file_at(tier: Tier, run: str, name: str) -> Manifest | None:
     if not isinstance(tier, LocalTier) or not _files_count(tier, run) or not _may_count(name):
         return None
     step = read_single_file(tier.location(name))
-    if step is None or step.run != run or name not in step.names or step.id in _step_folders(tier, run):
+    if step is None or step.run != run or name not in step.names:
         return None
     return step
 
@@ -194,33 +194,21 @@ def _may_count(name: str) -> bool:
 
 
 def single_files_of(tier: Tier, run: str) -> list[SingleFile]:
-    """The steps of a run that are files and nothing else, oldest first; empty on a remote tier.
-
-    Step folders in the root hold all steps of the run themselves, so that no file is read. Those that lie apart may be
-    what one killed job left, while the files come from later ones that had the folder elsewhere: on another host, in a
-    container, under another path, with another ``XDG_STATE_HOME``.
+    """The steps of a run that are files and nothing else, oldest first; empty on a remote tier, and when there are step
+    folders, which hold all steps of the run themselves.
 
     Raises:
         OSError: the tier cannot be listed.
     """
     if not isinstance(tier, LocalTier) or not _files_count(tier, run):
         return []
-    folders = _step_folders(tier, run)  # before the files: a step that is deleted meanwhile does not count
-    return [file for file in find_single_files(tier.root, run) if file.manifest.id not in folders]
+    return find_single_files(tier.root, run)
 
 
 def _files_count(tier: LocalTier, run: str) -> bool:
-    """True when a file may be a step that has no folder."""
+    """True when the run has no step folders."""
     steps = tier.location(f"{META_DIR}/{run}/{STEPS_DIR}")
-    return not os.path.lexists(steps) or (os.path.isdir(steps) and (tier.is_apart or not os.listdir(steps)))
-
-
-def _step_folders(tier: LocalTier, run: str) -> set[StepId]:
-    try:
-        names = os.listdir(tier.location(f"{META_DIR}/{run}/{STEPS_DIR}"))
-    except FileNotFoundError:
-        return set()
-    return {step for name in names if (step := StepId.parse(name)) is not None}
+    return not os.path.lexists(steps) or (os.path.isdir(steps) and not os.listdir(steps))
 
 
 def restore_folders(tier: LocalTier, run: str) -> int:
@@ -239,7 +227,7 @@ def restore_folders(tier: LocalTier, run: str) -> int:
     if not files:
         return 0
     temp = os.path.join(folder, _RESTORED + secrets.token_hex(4))
-    made: list[str] = []
+    made = 0
     for file in files:
         step = os.path.join(temp, file.manifest.id.dirname)
         os.makedirs(step)
@@ -260,27 +248,16 @@ def restore_folders(tier: LocalTier, run: str) -> int:
             logger.warning("%s is not counted as a checkpoint: %s", tier.location(file.name), error)
             shutil.rmtree(step)
             continue
-        made.append(file.manifest.id.dirname)
+        made += 1
     steps = os.path.join(folder, STEPS_DIR)
     try:
         os.rename(temp, steps)  # all at once
     except OSError:
         if not os.path.isdir(steps):
             raise
-        # There are others, which lie apart, or another process was first.
-        made = [step for step in made if _moved(os.path.join(temp, step), os.path.join(steps, step))]
-        shutil.rmtree(temp)
-    return len(made)
-
-
-def _moved(source: str, target: str) -> bool:
-    try:
-        os.rename(source, target)
-    except OSError:
-        if not os.path.isdir(target):
-            raise
-        return False
-    return True
+        shutil.rmtree(temp)  # another process was first
+        return 0
+    return made
 
 
 def _write_beside(step: str, manifest: Manifest) -> None:
@@ -301,30 +278,28 @@ def _write_beside(step: str, manifest: Manifest) -> None:
 
 
 def _remove_leftovers(folder: str) -> None:
-    """Removes folders that killed processes were dropping, or began to make more than an hour ago."""
+    """Removes folders that killed processes began to make more than an hour ago."""
     for name in os.listdir(folder) if os.path.isdir(folder) else ():
         path = os.path.join(folder, name)
         with suppress(FileNotFoundError):  # another process was first
-            if name.startswith(_DROPPED) or (
-                name.startswith(_RESTORED) and time.time() - os.stat(path).st_mtime > _OLD_S
-            ):
+            if name.startswith(_RESTORED) and time.time() - os.stat(path).st_mtime > _OLD_S:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def drop_folders(tier: LocalTier, run: str, *, through: str | None = None) -> str:
+def drop_folders(tier: LocalTier, run: str, *, through: str) -> str:
     """Removes the folder of a run when its steps are files that need nothing else. Nothing may be writing to the run.
 
     Unfinished steps go with it. So do steps whose files the user has deleted or renamed, if a newer step has its file:
     the user wanted the room, or has the files where the library does not look. When this process is killed, the steps
     are either all there or all dropped, and :func:`restore_folders` makes them again.
 
-    Of several names of a step each gets a file of its own (:mod:`resiliency.storage.own_files`).
+    Of several names of a step each gets a file of its own (:mod:`resiliency.storage.unlink_hardlinks`).
 
     Blocks: for these copies, about a second per GiB.
 
     Args:
         through: a folder in the run's folder, into which everything is moved before it is removed. Whoever removes that
-            folder stops this at any point, and nothing is lost. None: a new folder.
+            folder stops this at any point, and nothing is lost.
 
     Returns:
         Why the folder stays; "" when it is gone.
@@ -351,25 +326,20 @@ def drop_folders(tier: LocalTier, run: str, *, through: str | None = None) -> st
     newest = max((step.id for step in steps), default=None)
     if without and (newest is None or max(without) > newest):
         return f"the files of {max(without)} were deleted, and no newer step has a file"
-    if through is None and os.path.isdir(folder):
-        through = os.path.join(folder, _DROPPED + secrets.token_hex(4))
-        os.mkdir(through)
-    if through is None:
-        return ""
     try:
-        copies = {step.id.dirname: _give_own_files(tier, step, through) for step in steps}
-    except FileNotFoundError:
-        return "a later job has begun"
+        copies = {step.id.dirname: _unlink_hardlinks(tier, step, through) for step in steps}
+    except FileNotFoundError as error:
+        return f"a later job has begun, or somebody deletes checkpoints now ({error})"
     return "" if remove_run_folder(folder, through, copies) else "a later job has begun"
 
 
-def _give_own_files(tier: LocalTier, step: Manifest, through: str) -> list[str]:
+def _unlink_hardlinks(tier: LocalTier, step: Manifest, through: str) -> list[str]:
     files: dict[tuple[int, int], list[str]] = {}
     for name in _names_left(tier, step):
         with suppress(FileNotFoundError):  # the user has deleted it
             found = os.lstat(tier.path(name))
             files.setdefault((found.st_dev, found.st_ino), []).append(tier.path(name))
-    return [copy for paths in files.values() for copy in give_own_files(paths, through=through)]
+    return [copy for paths in files.values() for copy in unlink_hardlinks(paths, through=through)]
 
 
 def remove_run_folder(folder: str, through: str, copies: Mapping[str, Sequence[str]] | None = None) -> bool:
@@ -406,7 +376,7 @@ def remove_run_folder(folder: str, through: str, copies: Mapping[str, Sequence[s
     faultpoints.hit("agent.drop.removed")
     with suppress(OSError):  # a job has begun meanwhile
         os.rmdir(folder)
-    remove_meta_folder(os.path.dirname(folder))  # unless there are other runs
+    remove_state_dir(os.path.dirname(folder))  # unless there are other runs
     return True
 
 

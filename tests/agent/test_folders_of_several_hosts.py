@@ -25,12 +25,12 @@ from resiliency.callbacks._earlier import newest_step
 from resiliency.checkpoint.checkpointer import CheckpointerOptions
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions
-from resiliency.storage.single_files import drop_folders
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import make_checkpointer, make_state, run_ranks
 from tests.agent.sealing import config_for, seal_of, shard_path, step_of, write_shard
 from tests.agent.test_names_of_a_killed_agent import settle, step_at
+from tests.tidying import drop_folders
 
 SOON = timedelta(seconds=20)
 

@@ -30,7 +30,7 @@ from resiliency.checkpoint import session
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.checkpoint.save_tracker import SaveTracker
-from resiliency.storage.meta_folder import meta_folder
+from resiliency.storage.manifest import META_DIR
 from resiliency.storage.stage import Stage
 from tests.agent_forks import VARIABLE
 from tests.callbacks.harness import content, loader, make_net, make_trainer, names, ours, steps, stock
@@ -463,7 +463,7 @@ def test_a_trainer_used_only_to_evaluate_can_be_collected(tmp_path: Path) -> Non
     del trainer
     gc.collect()
     assert gone() is None
-    assert not os.path.exists(meta_folder(str(tmp_path)))
+    assert not (tmp_path / META_DIR).exists()
 
 
 # -- the last save, and accumulation ----------------------------------------------------------------------------------------

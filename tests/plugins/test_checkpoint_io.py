@@ -32,7 +32,7 @@ from resiliency.inspection.by_path import load_path, locate
 from resiliency.plugins import _io_engines, _lightning, checkpoint_io
 from resiliency.plugins.checkpoint_io import build
 from resiliency.storage.catalog import scan
-from resiliency.storage.meta_folder import meta_folder
+from resiliency.storage.manifest import META_DIR
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import flip_bits
@@ -305,7 +305,6 @@ SAVES_AND_ENDS = """
 import torch
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.plugins.checkpoint_io import TieredIO
-from resiliency.storage.meta_folder import meta_folder
 io = TieredIO(options=CheckpointerOptions(agent="embedded"))
 io.save_checkpoint({"global_step": 1, "state_dict": {"w": torch.ones(3)}}, "one.ckpt")
 """
@@ -397,7 +396,7 @@ def test_checkpoints_with_a_folder_each_are_removed_with_their_steps(io: Any, tm
         io.save_checkpoint(checkpoint(step), tmp_path / f"epoch={step}-val" / "loss=0.1.ckpt")
         if step > 1:
             io.remove_checkpoint(tmp_path / f"epoch={step - 1}-val" / "loss=0.1.ckpt")
-            assert not os.path.exists(meta_folder(str(tmp_path / f"epoch={step - 1}-val")))
+            assert not (tmp_path / f"epoch={step - 1}-val" / META_DIR).exists()
     io.teardown()
     left = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()]
     assert left == ["epoch=7-val/loss=0.1.ckpt"]
@@ -671,5 +670,5 @@ def test_a_function_in_the_place_of_torch_save_writes_the_checkpoints(
     monkeypatch.setattr(torch, "save", lambda *arguments, **named: (seen.append(1), real(*arguments, **named))[1])
     for step in (1, 2):
         io.save_checkpoint(checkpoint(step), tmp_path / f"{step}.ckpt")
-    assert len(seen) == 2 and not os.path.exists(meta_folder(str(tmp_path)))
+    assert len(seen) == 2 and not (tmp_path / META_DIR).exists()
     assert caplog.text.count("has replaced torch.save") == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from resiliency.errors import ConfigError
 from resiliency.inspection.by_path import locate
 from resiliency.plugins import _guide_io, _lightning
 from resiliency.plugins.checkpoint_io import TieredIO
-from resiliency.storage.meta_folder import meta_folder
+from resiliency.storage.manifest import META_DIR
 from tests.plugins.test_checkpoint_io import NAMESPACES, Batches, checkpoint, make_model, make_trainer
 
 KINDS = {
@@ -208,7 +207,7 @@ def test_a_finalize_fn_that_raises_leaves_nothing_undone(made: Any, tmp_path: Pa
     with pytest.raises(ZeroDivisionError):
         plugin.teardown()
     assert all(new.exists() and not old.exists() for old, new in saved)
-    assert not os.path.exists(meta_folder(str(tmp_path / "a"))), "the engine was not closed"
+    assert not (tmp_path / "a" / META_DIR).exists(), "the engine was not closed"
 
 
 def test_a_save_that_fails_in_the_background_keeps_the_old_one(

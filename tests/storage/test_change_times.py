@@ -11,9 +11,9 @@ import pytest
 from resiliency.checkpoint.options import LocalTierOptions
 from resiliency.storage import change_times
 from resiliency.storage.change_times import unlink_in_order
-from resiliency.storage.single_files import drop_folders
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import RUN, make_checkpointer, make_state, save_steps
+from tests.tidying import drop_folders
 
 
 def by_change(folder: Path) -> list[str]:

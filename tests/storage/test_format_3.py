@@ -30,7 +30,7 @@ from resiliency.storage.archive import read_directory
 from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.manifest import MANIFEST, META_DIR, Manifest, ShardRecord, gather_records, shard_file
 from resiliency.storage.names import read_name
-from resiliency.storage.single_files import drop_folders, find_single_files, restore_folders
+from resiliency.storage.single_files import find_single_files, restore_folders
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import (
@@ -44,6 +44,7 @@ from resiliency.testing.checkpoints import (
     step_dir,
 )
 from tests.storage.samples.make_format_4 import per_rank, state
+from tests.tidying import drop_folders
 
 SAMPLE = Path(__file__).parent / "samples" / "format-3"
 NAMES = {"step=10.ckpt": 10, "step=20.ckpt": 20, "last.ckpt": 20, "sharded=10.ckpt": 10}

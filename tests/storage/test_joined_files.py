@@ -21,7 +21,7 @@ from resiliency.storage.archive import ArchiveEntry, read_directory
 from resiliency.storage.manifest import META_DIR
 from resiliency.storage.own_record import OWN_RECORD, read_own_manifest, shard_entry
 from resiliency.storage.shard_file import IDENTITY_BYTES, RANK_STATE, read_identity
-from resiliency.storage.single_files import drop_folders, find_single_files, read_single_file, restore_folders
+from resiliency.storage.single_files import find_single_files, read_single_file, restore_folders
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import (
     RUN,
@@ -36,6 +36,7 @@ from resiliency.testing.checkpoints import (
 )
 from tests.storage.joining import join_steps, save_joined
 from tests.storage.test_single_files import picture
+from tests.tidying import drop_folders
 
 
 def entries(path: Path) -> dict[str, ArchiveEntry]:

@@ -18,8 +18,6 @@ from datetime import timedelta
 from typing import BinaryIO
 
 from resiliency.regular_file import open_own, opened
-from resiliency.storage.manifest import META_DIR
-from resiliency.storage.meta_folder import MetaFolder
 from resiliency.storage.tiers._file_writer import FileWriter
 from resiliency.storage.tiers._keys import check_key, check_prefix, check_range, is_partial, partial_name
 from resiliency.storage.tiers._os_errors import tier_error
@@ -147,8 +145,6 @@ class LocalTier:
         durable: True: a put returns after fsync of file and folders. False (ramdisk, or the caller syncs later with
             :func:`fsync_file` and :func:`fsync_dir`): also atomic, but may be lost in a power loss.
         name: word for listings, events and error messages.
-        meta: the folder that holds what has a key below ``META_DIR``; None: the one that
-            :class:`~resiliency.storage.meta_folder.MetaFolder` finds, at each verb anew.
         staging: returns a folder, relative to the root, through which every put, alias and deletion goes: new files are
             made there and then moved to their place, deleted files are moved there first. While the folder is missing
             these verbs fail, so whoever removes it stops the writer, even one that was stopped right before a move. The
@@ -163,13 +159,11 @@ class LocalTier:
         *,
         durable: bool = True,
         name: str = "local",
-        meta: str | None = None,
         staging: Callable[[], str] | None = None,
     ) -> None:
         self.root = os.path.abspath(os.fspath(root))
         self.durable = durable
         self.name = name
-        self._meta, self._found_meta = meta, MetaFolder(self.root)
         self._staging_now = staging
 
     def __repr__(self) -> str:
@@ -186,15 +180,7 @@ class LocalTier:
 
     def location(self, key: str) -> str:
         """Path of an object or a folder of objects ("" is the root); see the protocol."""
-        first, *rest = key.split("/")
-        if first == META_DIR:
-            return os.path.join(self._meta or self._found_meta.find(), *rest)
-        return os.path.join(self.root, first, *rest) if key else self.root
-
-    @property
-    def is_apart(self) -> bool:
-        """True when what has a key below ``META_DIR`` lies outside of the root."""
-        return self.location(META_DIR) != os.path.join(self.root, META_DIR)
+        return os.path.join(self.root, *key.split("/")) if key else self.root
 
     def put_bytes(self, key: str, data: bytes) -> None:
         """Stores small data atomically; see the protocol."""
@@ -498,8 +484,6 @@ class LocalTier:
             unreadable: folders that cannot be read completely are added here, each with its error.
         """
         pending = [folder]
-        if not folder and META_DIR.startswith(start) and self.is_apart:
-            pending.append(META_DIR)
         while pending:
             current = pending.pop()
             try:

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from resiliency.checkpoint.options import LocalTierOptions
-from resiliency.storage import own_files
 from resiliency.storage.manifest import META_DIR, shard_file
-from resiliency.storage.own_files import give_own_files
-from resiliency.storage.shared_files import exchange
-from resiliency.storage.single_files import drop_folders, restore_folders
+from resiliency.storage.single_files import restore_folders
 from resiliency.storage.tiers.local import LocalTier
+from resiliency.storage.unlink_hardlinks import unlink_hardlinks
 from resiliency.testing.checkpoints import RUN, differences, make_checkpointer, make_state, step_dirs
+from tests.tidying import drop_folders
 
 NAMES = ["best.ckpt", "last.ckpt", "val/loss=0.5.ckpt"]
 
@@ -35,20 +34,6 @@ def inodes(folder: Path, names: list[str]) -> list[int]:
     return [(folder / name).stat().st_ino for name in names]
 
 
-@pytest.fixture(params=["kernel copies", "no copying kernel", "short copies"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cannot(*_: Any) -> int:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    real = os.copy_file_range
-    if request.param == "no copying kernel":
-        monkeypatch.setattr(os, "copy_file_range", cannot)
-    if request.param == "short copies":  # as when a signal comes
-        monkeypatch.setattr(os, "copy_file_range", lambda one, other, n, *at: real(one, other, min(n, 1000), *at))
-    monkeypatch.setattr(own_files, "_PIECE", 4096)
-
-
-@pytest.mark.usefixtures("way")
 def test_each_name_gets_a_file_with_the_same_bytes_times_and_mode(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     (tmp_path / "step=2.ckpt").chmod(0o640)
@@ -126,59 +111,25 @@ def test_names_of_a_step_whose_link_in_the_folder_was_deleted_are_separated_too(
     assert len(set(inodes(tmp_path, ["step=1.ckpt", *NAMES]))) == 4
 
 
-@pytest.mark.parametrize("exchanging", [True, False])
-def test_a_file_that_a_program_puts_there_meanwhile_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanging: bool
-) -> None:
+@pytest.mark.parametrize("how", ["another file", "written into"])
+def test_what_a_program_puts_there_meanwhile_stays(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
-    real = own_files._copy
+    real = shutil.copy2
 
-    def copy(source: int, path: str, temp: str) -> None:
-        real(source, path, temp)
-        (tmp_path / "new").write_bytes(b"of another program")
-        os.replace(tmp_path / "new", tmp_path / "last.ckpt")
+    def copy(source: str, target: str) -> None:
+        real(source, target)
+        if how == "another file":
+            (tmp_path / "new").write_bytes(b"of another program")
+            os.replace(tmp_path / "new", tmp_path / "last.ckpt")
+        else:
+            (tmp_path / "last.ckpt").write_bytes(b"of another program")  # in place, as torch.save does
 
-    monkeypatch.setattr(own_files, "_copy", copy)
-    if not exchanging:
-        monkeypatch.setattr(own_files, "exchange", lambda one, other: False)
+    monkeypatch.setattr(shutil, "copy2", copy)
     through = tmp_path / "through"
     through.mkdir()
     names = [str(tmp_path / name) for name in ("best.ckpt", "last.ckpt")]
-    assert give_own_files(names, through=str(through)) == []
+    assert unlink_hardlinks(names, through=str(through)) == []
     assert (tmp_path / "last.ckpt").read_bytes() == b"of another program" and os.listdir(through) == []
-
-
-@pytest.mark.parametrize("nbytes", [1000, 20_000, 30_000])
-def test_what_a_script_writes_while_it_is_copied_is_not_replaced_by_a_mixture(
-    nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = [str(tmp_path / name) for name in ("best.ckpt", "last.ckpt", "third.ckpt")]
-    Path(names[0]).write_bytes(b"a" * 20_000)
-    os.utime(names[0], ns=(5_000_000_000, 7_000_000_000))
-    for name in names[1:]:
-        os.link(names[0], name)
-    through = tmp_path / "through"
-    through.mkdir()
-    monkeypatch.setattr(own_files, "_PIECE", 4096)
-    real, pieces = own_files._copy_piece, []
-
-    def write_too(source: int, target: int, count: int, at: int) -> int:
-        pieces.append(at)
-        if len(pieces) == 3:
-            Path(names[1]).write_bytes(b"b" * nbytes)  # in place, as torch.save does
-        return real(source, target, count, at)
-
-    monkeypatch.setattr(own_files, "_copy_piece", write_too)
-    assert give_own_files(names, through=str(through)) == []
-    assert len(pieces) >= 3 and Path(names[1]).read_bytes() == b"b" * nbytes
-    assert not os.listdir(through)
-
-
-def test_a_file_system_that_cannot_exchange_gets_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1)
-    monkeypatch.setattr(own_files, "exchange", lambda one, other: False)
-    drop_folders(LocalTier(tmp_path), RUN)
-    assert len(set(inodes(tmp_path, ["step=1.ckpt", *NAMES]))) == 4
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
@@ -190,7 +141,7 @@ def test_on_a_full_disk_the_names_stay_one_file_and_it_is_said(
     def full(*_: Any) -> int:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(own_files, "_copy_piece", full)
+    monkeypatch.setattr(shutil, "copy2", full)
     with caplog.at_level(logging.INFO):
         assert drop_folders(LocalTier(tmp_path), RUN) == ""
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=1.ckpt"]
@@ -198,37 +149,40 @@ def test_on_a_full_disk_the_names_stay_one_file_and_it_is_said(
     assert "stay one file, because there is no room for a second" in caplog.text
 
 
-def test_when_a_later_job_has_begun_it_is_left_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["the staging folder", "a name"])
+def test_when_something_is_gone_meanwhile_the_steps_stay_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     save(tmp_path, 1, 2)
-    through = tmp_path / META_DIR / RUN / "staging-of-the-earlier"
-    through.mkdir()
-    real = own_files._copy
+    real = shutil.copy2
 
-    def copy(source: int, path: str, temp: str) -> None:
-        shutil.rmtree(through)  # as the later job's agent does
-        real(source, path, temp)
+    def copy(source: str, target: str) -> None:
+        if what == "a name":
+            os.unlink(source)
+        else:
+            shutil.rmtree(os.path.dirname(target))  # as a later job's agent does
+        real(source, target)
 
-    monkeypatch.setattr(own_files, "_copy", copy)
+    monkeypatch.setattr(shutil, "copy2", copy)
     before = step_dirs(tmp_path)
-    assert drop_folders(LocalTier(tmp_path), RUN, through=str(through)) == "a later job has begun"
+    assert drop_folders(LocalTier(tmp_path), RUN).startswith("a later job has begun, or somebody deletes checkpoints")
     assert step_dirs(tmp_path) == before and len(before) == 2
-    for name in ("step=1.ckpt", "step=2.ckpt", *NAMES):
+    for name in ("step=1.ckpt", "step=2.ckpt", *NAMES[1 if what == "a name" else 0 :]):
         assert (tmp_path / name).is_file()
 
 
 def test_a_kill_between_two_copies_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1, 2)
-    real, copied = own_files._put, []
+    real, copied = shutil.copy2, []
 
-    def put(temp: str, path: str, fd: int) -> bool:
+    def copy(source: str, target: str) -> None:
         if copied:
-            os.link(temp, f"{temp}.left")  # a kill would leave the temp file
             raise KeyboardInterrupt
-        copied.append(path)
-        return real(temp, path, fd)
+        copied.append(source)
+        real(source, target)
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(own_files, "_put", put)
+        patched.setattr(shutil, "copy2", copy)
         drop_folders(LocalTier(tmp_path), RUN)
     assert len(copied) == 1 and len(step_dirs(tmp_path)) == 2
     restore_folders(LocalTier(tmp_path), RUN)
@@ -238,23 +192,3 @@ def test_a_kill_between_two_copies_loses_nothing(tmp_path: Path, monkeypatch: py
     assert len(set(inodes(tmp_path, names))) == 4
     for name in names:
         assert differences(torch.load(tmp_path / name), make_state(2)) == []
-
-
-def test_links_and_deleted_names_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "one").write_bytes(b"1")
-    os.link(tmp_path / "one", tmp_path / "two")
-    os.symlink("one", tmp_path / "link")
-    (tmp_path / "other").write_bytes(b"1")
-    paths = [str(tmp_path / name) for name in ("one", "link", "other", "gone", "two")]
-    assert give_own_files(paths, through=str(tmp_path)) == [str(tmp_path / "two")]
-    assert os.readlink(tmp_path / "link") == "one" and not (tmp_path / "gone").exists()
-    assert give_own_files([str(tmp_path / "gone"), str(tmp_path / "two")], through=str(tmp_path)) == []
-
-
-def test_exchange_moves_both_or_neither(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("a")
-    (tmp_path / "b").write_text("b")
-    assert exchange(str(tmp_path / "a"), str(tmp_path / "b"))
-    assert ((tmp_path / "a").read_text(), (tmp_path / "b").read_text()) == ("b", "a")
-    assert not exchange(str(tmp_path / "a"), str(tmp_path / "gone"))
-    assert sorted(os.listdir(tmp_path)) == ["a", "b"]

@@ -11,10 +11,10 @@ import pytest
 from resiliency.checkpoint.options import LocalTierOptions
 from resiliency.storage.catalog import find_runs, scan
 from resiliency.storage.manifest import META_DIR
-from resiliency.storage.meta_folder import make_meta_folder, remove_meta_folder
-from resiliency.storage.single_files import drop_folders
+from resiliency.storage.state_dir import make_state_dir, remove_state_dir
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import RUN, make_checkpointer, make_lightning_state, make_series, save_steps
+from tests.tidying import drop_folders
 
 GIT = {
     **os.environ,
@@ -61,7 +61,6 @@ def test_it_goes_with_the_folder_of_the_last_run(tmp_path: Path) -> None:
 
 
 def test_a_folder_for_the_time_of_a_job_goes_whole(tmp_path: Path) -> None:
-    (tmp_path / "c" / META_DIR).mkdir(parents=True)  # otherwise it would lie apart
     local = LocalTierOptions(directory=str(tmp_path / "c"), only_files=True)
     with make_checkpointer(local) as checkpointer:
         checkpointer.save(1, make_lightning_state(1), names=["step=1.ckpt"])
@@ -77,17 +76,17 @@ def test_it_is_not_sent_to_another_tier(tmp_path: Path) -> None:
 def test_a_job_that_begins_while_the_folder_goes_keeps_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meta = tmp_path / META_DIR
     meta.mkdir()
-    make_meta_folder(str(tmp_path), apart=False)
+    make_state_dir(str(tmp_path))
     real = os.rmdir
 
     def rmdir(path: str) -> None:
         (meta / "another").mkdir()
-        make_meta_folder(str(tmp_path), apart=False)
+        make_state_dir(str(tmp_path))
         (meta / ".gitignore").unlink()  # the job has looked before it went
         real(path)
 
     monkeypatch.setattr(os, "rmdir", rmdir)
-    remove_meta_folder(str(meta))
+    remove_state_dir(str(meta))
     assert sorted(os.listdir(meta)) == [".gitignore", "another"]
 
 
@@ -95,14 +94,14 @@ def test_a_users_own_file_there_stays_and_is_not_replaced(tmp_path: Path) -> Non
     meta = tmp_path / META_DIR
     meta.mkdir()
     (meta / ".gitignore").write_text("logs/\n")
-    make_meta_folder(str(tmp_path), apart=False)
+    make_state_dir(str(tmp_path))
     assert (meta / ".gitignore").read_text() == "logs/\n"
     (meta / ".gitignore").unlink()
     (meta / "mine").touch()
-    remove_meta_folder(str(meta))
+    remove_state_dir(str(meta))
     assert os.listdir(meta) == ["mine"], "a file that was deleted by the user comes back"
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
-    remove_meta_folder(str(tmp_path / "missing"))
+    remove_state_dir(str(tmp_path / "missing"))
     assert not (tmp_path / "missing").exists()
