@@ -327,19 +327,11 @@ def drop_folders(tier: LocalTier, run: str, *, through: str) -> str:
     if without and (newest is None or max(without) > newest):
         return f"the files of {max(without)} were deleted, and no newer step has a file"
     try:
-        copies = {step.id.dirname: _unlink_hardlinks(tier, step, through) for step in steps}
+        names = {step.id.dirname: [tier.path(name) for name in _names_left(tier, step)] for step in steps}
+        copies = {step: unlink_hardlinks(paths, through=through) for step, paths in names.items()}
     except FileNotFoundError as error:
         return f"a later job has begun, or somebody deletes checkpoints now ({error})"
     return "" if remove_run_folder(folder, through, copies) else "a later job has begun"
-
-
-def _unlink_hardlinks(tier: LocalTier, step: Manifest, through: str) -> list[str]:
-    files: dict[tuple[int, int], list[str]] = {}
-    for name in _names_left(tier, step):
-        with suppress(FileNotFoundError):  # the user has deleted it
-            found = os.lstat(tier.path(name))
-            files.setdefault((found.st_dev, found.st_ino), []).append(tier.path(name))
-    return [copy for paths in files.values() for copy in unlink_hardlinks(paths, through=through)]
 
 
 def remove_run_folder(folder: str, through: str, copies: Mapping[str, Sequence[str]] | None = None) -> bool:

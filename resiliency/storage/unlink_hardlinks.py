@@ -26,6 +26,7 @@ def unlink_hardlinks(paths: Sequence[str], *, through: str) -> list[str]:
 
     A copy has the times and the mode of the file. It appears whole and fsynced, and not where a program has written
     into the file, or put another one in its place, while it was made. When there is no room for a copy, the links stay.
+    Paths of other files are left alone.
 
     Blocks: for the copies, about a second per GiB and link.
 
@@ -33,16 +34,18 @@ def unlink_hardlinks(paths: Sequence[str], *, through: str) -> list[str]:
         through: folder for the copies while they are made, on the same file system. Whoever removes it stops this.
 
     Raises:
-        OSError: ``through`` is gone, or the disk failed.
+        OSError: ``through`` or a path is gone, or the disk failed.
     """
     copies: list[str] = []
     temp = os.path.join(through, partial_name())
     for path in paths[1:]:
         before = _version(path)
+        if before != _version(paths[0]):
+            continue
         try:
             shutil.copy2(path, temp)
             fsync_file(temp)
-            if before == _version(path) == _version(paths[0]):
+            if before == _version(path):
                 os.replace(temp, path)
                 copies.append(path)
         except OSError as error:

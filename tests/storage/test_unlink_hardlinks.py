@@ -192,3 +192,14 @@ def test_a_kill_between_two_copies_loses_nothing(tmp_path: Path, monkeypatch: py
     assert len(set(inodes(tmp_path, names))) == 4
     for name in names:
         assert differences(torch.load(tmp_path / name), make_state(2)) == []
+
+
+def test_links_and_other_files_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "one").write_bytes(b"1")
+    os.link(tmp_path / "one", tmp_path / "two")
+    os.symlink("one", tmp_path / "link")
+    (tmp_path / "other").write_bytes(b"1")
+    paths = [str(tmp_path / name) for name in ("one", "link", "other", "two")]
+    before = (tmp_path / "other").stat().st_ino
+    assert unlink_hardlinks(paths, through=str(tmp_path)) == [str(tmp_path / "two")]
+    assert os.readlink(tmp_path / "link") == "one" and (tmp_path / "other").stat().st_ino == before
