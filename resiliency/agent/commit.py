@@ -160,8 +160,8 @@ def read_records_of_others(
         if rank not in records:
             where = prefix + record_file(rank)
             try:
-                records[rank] = ShardRecord.from_dict(json.loads(tier.read(where)), where=where)
-            except (FileNotFoundError, TierError, CorruptShard, ValueError):
+                records[rank] = ShardRecord.from_json(tier.read(where), where=where)
+            except (FileNotFoundError, TierError, CorruptShard):
                 return False
     return True
 

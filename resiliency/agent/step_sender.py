@@ -112,8 +112,8 @@ def _gather_records(
         if rank not in known:
             where = prefix + record_file(rank)
             try:
-                known[rank] = ShardRecord.from_dict(json.loads(tier.read(where)), where=where)
-            except (FileNotFoundError, CorruptShard, ValueError):
+                known[rank] = ShardRecord.from_json(tier.read(where), where=where)
+            except (FileNotFoundError, CorruptShard):
                 return None
     return list(known.values())
 
@@ -146,7 +146,8 @@ def read_sent(tier: Tier, run: str, step: StepId) -> Manifest | None:
         TierError: the tier failed.
     """
     try:
-        return Manifest.from_json(tier.read(step_prefix(run, step) + MANIFEST), where=tier.root)
+        key = step_prefix(run, step) + MANIFEST
+        return Manifest.from_json(tier.read(key), where=tier.location(key))
     except (FileNotFoundError, CorruptShard):
         return None
 

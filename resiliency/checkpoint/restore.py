@@ -28,7 +28,7 @@ from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError, UnsupportedFormat
 from resiliency.events import EventKind
 from resiliency.storage.inventory import StepInventory, list_inventory
-from resiliency.storage.passed_over import steps_passed_over
+from resiliency.storage.passed_over import PassedOver, steps_passed_over, why_unfinished
 from resiliency.storage.restore_plan import RestorePlan, plan_restore
 from resiliency.storage.sources import BadCopy, Cost, Opener, ShardSource, open_source
 from resiliency.storage.step_id import StepId
@@ -144,7 +144,7 @@ class Restorer:
             if not found:
                 restored, found = self._read(plan, request)
                 if restored is not None:
-                    if step is None:
+                    if self.rank == 0:
                         self._tell_passed_over(inventory, problems, restored.id)
                     line = self._go_on_from(plan.step, inventory, newest_saved)
                     self._session.client.send(Rescan(loaded=plan.step, line=line))
@@ -166,28 +166,24 @@ class Restorer:
     def _tell_passed_over(
         self, inventory: Sequence[StepInventory], problems: Sequence[CopyProblem], taken: StepId
     ) -> None:
-        """Reports the damaged steps that are newer than the restored one: one warning, and an event for each step."""
-        if self.rank or not (problems or any(entry.lost for entry in inventory)):
-            return
-        passed = steps_passed_over(inventory, taken, lambda entries: self._plan(entries, only=None))
-        for step in passed:
-            reasons = [problem.reason for problem in problems if problem.copy.step == step]
-            reasons += [text for entry in inventory if entry.step == step for text in entry.lost]
-            reasons = list(dict.fromkeys(reasons))
+        """Reports the newer steps that are damaged or unfinished, if the newest that can be restored was: one warning,
+        and an event for each step."""
+        newest = self._plan(inventory, {problem.copy for problem in problems}, only=None)
+        passed = self._passed_over(inventory, problems, taken) if newest is not None and newest.step == taken else []
+        for one in passed:
             self._session.events.emit(
-                EventKind.CHECKPOINT_PASSED_OVER, step=step.step, taken=taken.step, reasons=reasons
+                EventKind.CHECKPOINT_PASSED_OVER, step=one.step.step, taken=taken.step, reasons=list(one.reasons)
             )
-            more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
-            others = f"; {len(passed) - 1} other newer steps are damaged, too" if len(passed) > 1 else ""
-            if step == passed[0]:
-                logger.warning(
-                    "%s is damaged: %s%s; %s is restored instead%s",
-                    step,
-                    reasons[0] if reasons else "no complete copy of it is left",
-                    more,
-                    taken,
-                    others,
-                )
+        if passed:
+            others = f"; of newer steps, {len(passed) - 1} more damaged or unfinished" if passed[1:] else ""
+            advice = f"; `resiliency ckpt verify {self._local.root}` lists all damage" if passed[0].damaged else ""
+            logger.warning("%s; %s is restored instead%s%s", passed[0], taken, others, advice)
+
+    def _passed_over(
+        self, inventory: Sequence[StepInventory], problems: Sequence[CopyProblem], taken: StepId | None
+    ) -> list[PassedOver]:
+        bad = [(problem.copy.step, problem.reason) for problem in problems]
+        return steps_passed_over(inventory, taken, bad, lambda entries: self._plan(entries, only=None))
 
     def _plan(
         self, inventory: Sequence[StepInventory], bad: Collection[BadCopy] = (), *, only: StepId | None
@@ -264,16 +260,18 @@ class Restorer:
                 retryable=True,
             )
         if step is not None:
-            raise NoCheckpointFound(f"{step} of run {self._run!r} is not committed on any tier: {places}")
+            here = [entry for entry in inventory if entry.step == step]
+            why = f" ({why_unfinished(here)})" if here else ""
+            raise NoCheckpointFound(f"{step} of run {self._run!r} is not committed on any tier: {places}{why}")
         if inventory and self.rank == 0:
-            bare = {entry.step for entry in inventory if not entry.world_size}
+            passed = self._passed_over(inventory, problems, None)
             logger.warning(
-                "no checkpoint of run %r in %s is complete (%d steps lack records or shards, %d of them have shards and"
-                " no record): their saves were cut off, or files were deleted; nothing is restored",
+                "no checkpoint of run %r in %s is complete (%d steps lack records or shards; %s): their saves were cut"
+                " off, or files were deleted; nothing is restored",
                 self._run,
                 places,
-                len({entry.step for entry in inventory}),
-                len(bare),
+                len(passed),
+                passed[0],
             )
 
     # -- fetching ---------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # importing it needs torch
     from resiliency.inspection.export import Exported
 
 __all__ = [
+    "DAMAGE_TEXT",
     "PART_TEXT",
     "exported_json",
     "finding_json",
@@ -52,6 +53,12 @@ _COLORS = {
 PART_TEXT = (
     "the other shards of a committed step are on other hosts, in folders of their own; name those folders, too, to see"
     " all of it"
+)
+
+#: What to do about damaged files.
+DAMAGE_TEXT = (
+    "copy the files named above from another tier or a backup and check them with `resiliency ckpt verify`, or delete"
+    " those step folders; a restart takes copies of other tiers, or an older step"
 )
 
 
@@ -135,8 +142,11 @@ def print_ls(
         for view in views:
             for note in view.notes:
                 console.print(
-                    f"[{_COLORS[view.state]}]step {view.id.step} (attempt {view.id.attempt})[/]: {escape(note)}"
+                    f"[{_COLORS[view.state]}]step {view.id.step} (attempt {view.id.attempt})[/]: {escape(note)}",
+                    soft_wrap=True,
                 )
+        if any(view.state is StepState.DAMAGED for view in views):
+            console.print(f"next: {DAMAGE_TEXT}", soft_wrap=True)
 
 
 def _ls_table(views: Sequence[StepView], now: float, *, dates: bool, show_tiers: bool) -> Table:
@@ -221,9 +231,11 @@ def _print_facts(console: Console, view: StepView) -> None:
     for name, text in facts.items():
         if text:
             table.add_row(name, escape(text))
-    for note in view.notes:
-        table.add_row("note", escape(note))
     console.print(table)
+    for note in view.notes:
+        console.print(f"[bold]note[/] {escape(note)}", soft_wrap=True)
+    if view.state is StepState.DAMAGED:
+        console.print(f"[bold]next[/] {DAMAGE_TEXT}", soft_wrap=True)
 
 
 def _shard_table(manifest: Manifest, view: StepView, shards: Mapping[int, ShardContents]) -> Table:

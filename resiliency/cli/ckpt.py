@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -62,10 +63,23 @@ def _surveys(targets: list[Target], run: str | None) -> tuple[list[LabeledTier],
             for view in found[name]:
                 if target.name is not None and (target.run, target.step) == (view.run, view.id):
                     view.names = tuple(dict.fromkeys((*view.names, target.name)))  # may be the user's own copy
-        for step in named - {view.id for view in views}:
-            shows = f"`resiliency ckpt ls {tiers[0].tier.root}` shows what is there"
-            raise NoCheckpointFound(f"{step} of run {name!r} is not there; {shows}")
+        for target in targets:
+            if target.step is not None and target.step not in {view.id for view in views}:
+                _refuse(target, name)
     return tiers, found
+
+
+def _refuse(target: Target, run: str) -> NoReturn:
+    """Raises the error about a path whose step is not there: its file is damaged, or it is gone."""
+    from resiliency.errors import NoCheckpointFound
+    from resiliency.inspection.survey import refuse_damaged
+
+    if target.name is not None and target.tier.is_local:
+        refuse_damaged(target.tier.location(target.name))
+    root = target.tier.root
+    raise NoCheckpointFound(
+        f"{target.path}: {target.step} of run {run!r} is not in {root}; `resiliency ckpt ls {root}` shows what is there"
+    )
 
 
 @app.command()
@@ -94,15 +108,13 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Show what is inside one step: the named one, or the newest committed one."""
-    from resiliency.inspection.survey import label_tiers, one_step, survey
+    from resiliency.inspection.survey import StepState, label_tiers, one_step, survey
 
     with open_targets([path]) as targets:
         name, step = one_step(targets[0], run=run)
         views = [view for view in survey(label_tiers(targets), name) if view.id == step]
         if not views:
-            fail(
-                f"{step} of run {name!r} is not in {targets[0].tier.root}; `resiliency ckpt ls` shows what is there", 2
-            )
+            _refuse(replace(targets[0], step=step), name)
         view = views[0]
         shards, rows, tree, problems = _contents(view)
         view.notes += problems
@@ -112,7 +124,7 @@ def inspect(
             typer.echo(json.dumps(tables.inspection_json(view, rows, tree), indent=2))
         else:
             tables.print_inspection(console(), view, shards, rows, tree, limit=None if tensors else _TENSORS_SHOWN)
-        if problems:
+        if problems or view.state is StepState.DAMAGED:
             raise typer.Exit(1)
 
 
@@ -139,7 +151,7 @@ def _contents(view: StepView) -> tuple[dict[int, ShardContents], list[TensorRow]
 @app.command()
 def verify(paths: PathsArgument, run: RunOption = None, as_json: JsonOption = False) -> None:
     """Read every byte of all committed steps (or of the named one) and compare it with what was written."""
-    from resiliency.inspection.survey import StepState
+    from resiliency.inspection.survey import StepState, damaged_files
     from resiliency.inspection.verify import bytes_to_check
 
     with open_targets(paths) as targets:
@@ -147,9 +159,13 @@ def verify(paths: PathsArgument, run: RunOption = None, as_json: JsonOption = Fa
         named = any(target.step is not None for target in targets)
         views = [view for found in runs.values() for view in found if named or view.state is not StepState.UNFINISHED]
         skipped = [view for found in runs.values() for view in found if view not in views]
-        if not views:
+        files = damaged_files(targets) if run is None else {}
+        if not views and not files:
             root = tiers[0].tier.root
-            fail(f"no committed checkpoint to verify in {root}; `resiliency ckpt ls {root}` shows what is there", 2)
+            why = f" ({skipped[-1].id} is unfinished: {skipped[-1].notes[0]})" if skipped else ""
+            fail(
+                f"no committed checkpoint to verify in {root}{why}; `resiliency ckpt ls {root}` shows what is there", 2
+            )
         began = time.monotonic()
         findings = check(views, as_json)
         seconds = time.monotonic() - began
@@ -157,31 +173,44 @@ def verify(paths: PathsArgument, run: RunOption = None, as_json: JsonOption = Fa
         bad = {(finding.run, finding.id) for finding in findings if finding.bad}
         good = (StepState.COMMITTED, StepState.PART)
         bad |= {(view.run, view.id) for view in views if view.state not in good}
+        for known in {finding.path for finding in findings} & files.keys():
+            del files[known]
         if as_json:
-            _verify_json(views, findings, bad, skipped, checked)
+            _verify_json(views, findings, bad, files, skipped, checked)
         else:
-            _verify_text(views, findings, bad, skipped, f"{checked:,} bytes in {seconds:.1f} s")
-        if bad:
+            _verify_text(views, findings, bad, files, skipped, f"{checked:,} bytes in {seconds:.1f} s")
+        if bad or files:
             raise typer.Exit(1)
 
 
 def _verify_json(
-    views: list[StepView], findings: list[Finding], bad: set[Any], skipped: list[StepView], checked: int
+    views: list[StepView],
+    findings: list[Finding],
+    bad: set[Any],
+    files: dict[str, str],
+    skipped: list[StepView],
+    checked: int,
 ) -> None:
     from resiliency.cli import _ckpt_tables as tables
 
     data = {
-        "good": not bad,
+        "good": not bad and not files,
         "checked_bytes": checked,
         "steps": [{**tables.step_json(view), "good": (view.run, view.id) not in bad} for view in views],
         "findings": [tables.finding_json(finding) for finding in findings],
+        "damaged_files": files,
         "skipped": [tables.step_json(view) for view in skipped],
     }
     typer.echo(json.dumps(data, indent=2))
 
 
 def _verify_text(
-    views: list[StepView], findings: list[Finding], bad: set[Any], skipped: list[StepView], figures: str
+    views: list[StepView],
+    findings: list[Finding],
+    bad: set[Any],
+    files: dict[str, str],
+    skipped: list[StepView],
+    figures: str,
 ) -> None:
     from resiliency.cli import _ckpt_tables as tables
     from resiliency.inspection.survey import StepState
@@ -189,18 +218,22 @@ def _verify_text(
     out = console()
     for finding in findings:
         tables.print_finding(out, finding)
+    for path, why in files.items():
+        typer.echo(f"bad  {path} is no step any more: {why.removeprefix(f'{path}: ')}")
     for view in skipped:
         typer.echo(
             f"skip step {view.id.step} (attempt {view.id.attempt}) of run {view.run}: unfinished, nothing resumes from"
-            " it"
+            f" it: {view.notes[0]}"
         )
     parts = sum(view.state is StepState.PART for view in views)
     if parts:
         typer.echo(f"part {tables.plural(parts, 'step')}: {tables.PART_TEXT}")
-    if not bad:
+    if not bad and not files:
         typer.echo(f"all good: {tables.plural(len(views), 'step')}, {figures}")
         return
     typer.echo(f"{len(bad)} of {tables.plural(len(views), 'step')} {'is' if len(bad) == 1 else 'are'} bad ({figures})")
+    if files:
+        typer.echo("next: put back good copies of the files named above, or delete them")
     for name in sorted({run for run, _ in bad}):
         typer.echo(f"next: {_advice(name, views, bad)}")
 

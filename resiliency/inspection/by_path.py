@@ -117,7 +117,8 @@ def locate(path: str, *, run: str | None = None) -> Located | None:
         return _named(target.tier, target.name, listing)
     if listing is None or listing.manifest is None:
         shows = f"`resiliency ckpt ls {target.tier.root}` shows what is there"
-        raise NoCheckpointFound(f"{path}: {step} of run {name!r} is not committed; {shows}")
+        why = "".join(f" ({text})" for text in list(listing.problems.values())[:1]) if listing is not None else ""
+        raise NoCheckpointFound(f"{path}: {step} of run {name!r} is not committed{why}; {shows}")
     return Located(
         tier=target.tier,
         run=name,
@@ -338,7 +339,8 @@ def _load(located: Located, rank: int, allow_pickle: bool, keys: Callable[[str],
         try:
             for writer in needed:
                 if writer not in records:
-                    raise CorruptShard(f"the record of shard {writer} is missing", path=located.where(0))
+                    where = located.where(0)
+                    raise CorruptShard(f"{where}: the record of shard {writer} of its step is missing", path=where)
                 readers[writer] = ShardReader(_local_file(located, writer, scratch), records[writer])
             planner = plan_new(keys) if keys is not None else None
             assembler = ShardAssembler(readers, rank=rank, planner=planner, allow_pickle=allow_pickle)

@@ -78,7 +78,10 @@ def plan_pruning(listings: Sequence[StepListing], *, keep: int | None, unfinishe
         for listing in sorted(listings, key=lambda listing: listing.id)
         if listing.id in deleted_ids
     )
-    kept = [KeptStep(listing.id, f"a file cannot be read: {listing.problems[0]}") for listing in unreadable]
+    kept = [
+        KeptStep(listing.id, f"a file cannot be read: {next(iter(listing.problems.values()))}")
+        for listing in unreadable
+    ]
     if unfinished:
         kept += [
             KeptStep(listing.id, "it is committed, and its other shards are on other hosts")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound
-from resiliency.storage.catalog import StepListing, find_runs, run_prefix, scan, step_prefix
+from resiliency.storage.catalog import StepListing, damage, find_runs, run_prefix, scan, step_prefix
 from resiliency.storage.format_version import earlier_format, refuse_format
 from resiliency.storage.manifest import (
     MANIFEST,
@@ -24,11 +24,12 @@ from resiliency.storage.manifest import (
     StepRecords,
     gather_records,
     rank_of_shard,
+    record_file,
 )
 from resiliency.storage.names import read_name
 from resiliency.storage.retention import live_names
 from resiliency.storage.shard_file import Identity
-from resiliency.storage.single_files import find_single_files, single_file_at, single_files_of
+from resiliency.storage.single_files import find_single_files, read_single_file, single_file_at, single_files_of
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
@@ -40,15 +41,16 @@ __all__ = [
     "StepView",
     "Target",
     "close_tier",
+    "damaged_files",
     "find",
     "is_committed",
     "one_step",
+    "refuse_damaged",
     "label_tiers",
     "listings",
     "runs_in",
     "runs_of",
     "survey",
-    "unreadable",
 ]
 
 logger = logging.getLogger(__name__)
@@ -57,8 +59,9 @@ logger = logging.getLogger(__name__)
 class StepState(Enum):
     """The condition of a step.
 
-    COMMITTED: it can be loaded. PART: it is committed, and shards of it are in the folders of other hosts. DAMAGED: it
-        is committed but a file is missing, cut off or unreadable. UNFINISHED: it is not committed.
+    COMMITTED: it has a manifest or, in a folder, the records of all ranks, and it can be loaded. PART: it is committed,
+        and shards of it are in the folders of other hosts. DAMAGED: it is committed but a file is missing, cut off or
+        unreadable. UNFINISHED: it is not committed.
     """
 
     COMMITTED = "committed"
@@ -120,7 +123,7 @@ class StepView:
         present: ranks whose shard has a copy of full size.
         names: names that point to this step now.
         state: its condition.
-        notes: texts about what is wrong or worth knowing.
+        notes: texts about what is wrong, with the paths of files, or worth knowing.
     """
 
     run: str
@@ -164,6 +167,7 @@ def find(path: str) -> Target:
 
     Raises:
         NoCheckpointFound: nothing is there.
+        CorruptShard: the path is a file of ours that is damaged.
         ConfigError: the path is something else, such as a stock checkpoint, or not a valid address.
         TierError: the tier cannot be read.
     """
@@ -195,6 +199,7 @@ def _find(path: str, opening: Callable[[str], Tier]) -> Target:
         if os.path.isdir(address) if tier.is_local else runs_in(tier):
             return Target(path, tier)
         if tier.is_local and os.path.exists(address):
+            refuse_damaged(address)
             raise ConfigError(
                 f"{path} is not one of our checkpoints; if it is a stock one, torch.load reads it directly"
             )
@@ -207,12 +212,37 @@ def _find(path: str, opening: Callable[[str], Tier]) -> Target:
             if named is not None:
                 return Target(path, above, *named)
     if identity is not None:
+        refuse_damaged(address)
         raise NoCheckpointFound(
             f"{path} is a copy of {identity.id} of run {identity.run!r}, and no folder above it has that run;"
             " torch.load reads it directly"
         )
     folder = posixpath.dirname(address)
     raise NoCheckpointFound(f"{path}: there is no such checkpoint; `resiliency ckpt ls {folder}` shows what is there")
+
+
+def refuse_damaged(path: str) -> None:
+    """Does nothing unless a path is a file on this machine.
+
+    Raises:
+        CorruptShard: the file is a whole step of this library, and damaged.
+        OSError: it cannot be read.
+    """
+    if os.path.isfile(path):
+        read_single_file(path)
+
+
+def damaged_files(targets: Iterable[Target]) -> dict[str, str]:
+    """Files in the folders of targets that are damaged steps, and no other names of a file in a step's folder -> why.
+
+    Raises:
+        OSError: a folder cannot be listed.
+    """
+    found: dict[str, str] = {}
+    for target in targets:
+        if target.tier.is_local and target.run is None:
+            find_single_files(target.tier.root, below=False, damaged=found)
+    return {path: why for path, why in found.items() if os.stat(path).st_nlink == 1}
 
 
 def _inside(path: str, tier: Tier, rest: str) -> Target:
@@ -319,7 +349,7 @@ def listings(tier: Tier, run: str) -> list[StepListing]:
 
 def is_committed(listing: StepListing) -> bool:
     """True when this tier alone holds a committed step: all records readable, every shard of full size."""
-    return listing.manifest is not None and not listing.missing_files() and not listing.problems
+    return listing.manifest is not None and not listing.faults() and not listing.problems
 
 
 def survey(tiers: Sequence[LabeledTier], run: str) -> list[StepView]:
@@ -335,7 +365,7 @@ def survey(tiers: Sequence[LabeledTier], run: str) -> list[StepView]:
                 StoredCopy(labeled.label, labeled.tier, listing)
             )
     for view in views.values():
-        _set_state(view, several=len(tiers) > 1)
+        _set_state(view)
     names = live_names([known for known in map(_known, views.values()) if known is not None])
     for view in views.values():
         view.names = tuple(name for name, step in names.items() if step == view.id)
@@ -347,53 +377,57 @@ def _known(view: StepView) -> StepRecords | None:
     return view.manifest or next((copy.listing.part for copy in view.copies if copy.listing.part is not None), None)
 
 
-def _set_state(view: StepView, *, several: bool) -> None:
-    records = {rank: record for copy in view.copies for rank, record in copy.listing.records.items()}
-    manifests = [copy.listing.manifest for copy in view.copies if copy.listing.manifest is not None]
+def _present(copies: Iterable[StoredCopy]) -> frozenset[int]:
+    """Ranks whose shard has a copy of full size."""
+    return frozenset(
+        rank for copy in copies for rank, record in copy.listing.records.items() if copy.listing.is_whole(record)
+    )
+
+
+def _counts(copy: StoredCopy) -> bool:
+    """False for an unfinished upload: as in a restore, records in an object store do not count without the manifest."""
+    return copy.tier.is_local or copy.listing.committed
+
+
+def _set_state(view: StepView) -> None:
+    counted = [copy for copy in view.copies if _counts(copy)]
+    records = {rank: record for copy in counted for rank, record in copy.listing.records.items()}
+    manifests = [copy.listing.manifest for copy in counted if copy.listing.manifest is not None]
     together = gather_records(records.values())
     view.manifest = manifests[0] if manifests else together if isinstance(together, Manifest) else None
-    view.needed = next((record.world_size for record in records.values()), None)
-    view.present = frozenset(
-        rank
-        for copy in view.copies
-        for rank, record in copy.listing.records.items()
-        if copy.listing.sizes.get(record.file) == record.nbytes
-    )
-    has_manifest = any(MANIFEST in copy.listing.sizes for copy in view.copies)
+    view.needed = next((record.world_size for copy in view.copies for record in copy.listing.records.values()), None)
+    view.present = _present(view.copies)
     has_part = any(copy.listing.part is not None for copy in view.copies)
     for copy in view.copies:
-        label = f"{copy.label}: " if several else ""
-        view.notes += [label + text for text in _faults(copy, view.run)]
-    if view.manifest is not None and view.present == set(range(view.manifest.world_size)):
+        view.notes += damage(copy.tier, view.run, copy.listing, committed=view.manifest is not None and _counts(copy))
+    if view.manifest is not None and _present(counted) == set(range(view.manifest.world_size)):
         view.state = StepState.COMMITTED
-        if not has_manifest and not has_part:
-            view.notes.append("the manifest is missing; the records of all shards are there and stand in for it")
-    elif has_manifest or any(copy.listing.problems for copy in view.copies) or (has_part and view.notes):
+        if not has_part and not any(MANIFEST in copy.listing.sizes for copy in view.copies):
+            first = _location(view.copies[0], view, MANIFEST)
+            view.notes.append(f"{first} is missing; the records of all shards are there and stand in for it")
+    elif view.notes:
         view.state = StepState.DAMAGED
     elif has_part:
         view.state = StepState.PART
-    elif view.needed is None:
-        view.notes.append("no record yet")
+    else:
+        view.notes.append(_why_unfinished(view))
 
 
-def unreadable(copy: StoredCopy, run: str) -> list[str]:
-    """Texts about what could not be read of one copy, with file names instead of paths."""
-    prefix = step_prefix(run, copy.listing.id)
-    return [text.replace(copy.tier.location(prefix), "").replace(prefix, "") for text in copy.listing.problems]
+def _why_unfinished(view: StepView) -> str:
+    """Names the first file that an unfinished step lacks."""
+    copy = view.copies[0]
+    if not copy.tier.is_local:
+        return f"{_location(copy, view, MANIFEST)} is missing"
+    known = copy.listing.records
+    absent = [record_file(rank) for rank in range(view.needed or 1) if rank not in known or not known[rank].complete]
+    if absent:
+        return f"{_location(copy, view, absent[0])} is missing, or does not tell of all bytes of its shard"
+    file, text = next(iter(copy.listing.faults().items()), (MANIFEST, "is missing"))
+    return f"{_location(copy, view, file)} {text}"
 
 
-def _faults(copy: StoredCopy, run: str) -> list[str]:
-    """Texts about what is wrong with one copy; empty for an unfinished copy."""
-    found = unreadable(copy, run)
-    known = copy.listing.manifest or copy.listing.part
-    if known is not None:
-        for record in known.shards:
-            size = copy.listing.sizes.get(record.file)
-            if size is None:
-                found.append(f"{record.file} is missing")
-            elif size != record.nbytes:
-                found.append(f"{record.file} has {size:,} bytes instead of {record.nbytes:,}")
-    return found
+def _location(copy: StoredCopy, view: StepView, file: str) -> str:
+    return copy.tier.location(step_prefix(view.run, view.id) + file)
 
 
 def one_step(target: Target, *, run: str | None = None) -> tuple[str, StepId]:
@@ -412,26 +446,32 @@ def one_step(target: Target, *, run: str | None = None) -> tuple[str, StepId]:
         runs = [run]
     if len(runs) > 1:
         raise ConfigError(f"{target.path} holds several runs ({', '.join(runs)}); choose one with --run")
+    why = ""
     for run in runs:
-        taken, damaged = _newest(target, run)
-        if taken is not None and damaged is not None:
+        taken, passed = _newest(target, run)
+        if taken is not None and passed is not None:
             # A job that saves and deletes meanwhile may delete a listed file before it is read; that is no damage.
-            before = damaged.id
-            taken, damaged = _newest(target, run)
-            damaged = damaged if damaged is not None and damaged.id == before else None
+            before = passed.id
+            taken, passed = _newest(target, run)
+            passed = passed if passed is not None and passed.id == before else None
         if taken is not None:
-            if damaged is not None:
-                what = damaged.notes[0] if damaged.notes else "files are missing"
-                logger.warning("%s of run %r is damaged: %s; %s is taken instead", damaged.id, run, what, taken)
+            if passed is not None:
+                logger.warning(
+                    "%s of run %r is %s: %s; %s is taken instead", passed.id, run, passed.state, passed.notes[0], taken
+                )
             return run, taken
+        if passed is not None:
+            why = f": {passed.id} is {passed.state} ({passed.notes[0]})"
     raise NoCheckpointFound(
-        f"{target.path}: no committed checkpoint; `resiliency ckpt ls {target.tier.root}` shows what is there"
+        f"{target.path}: no committed checkpoint{why}; `resiliency ckpt ls {target.tier.root}` shows what is there"
     )
 
 
 def _newest(target: Target, run: str) -> tuple[StepId | None, StepView | None]:
-    """The newest committed step, and the newest damaged step if it is newer; None for each that does not exist."""
+    """The newest committed step, and the newest damaged or unfinished step if it is newer; None for each that does not
+    exist."""
     views = survey(label_tiers([target]), run)
     taken = max((view.id for view in views if view.state is StepState.COMMITTED), default=None)
-    damaged = [view for view in views if taken is not None and view.id > taken and view.state is StepState.DAMAGED]
-    return taken, damaged[-1] if damaged else None
+    bad = [view for view in views if view.state in (StepState.DAMAGED, StepState.UNFINISHED)]
+    newer = [view for view in bad if taken is None or view.id > taken]
+    return taken, newer[-1] if newer else None

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from resiliency.errors import TierError, UnsupportedFormat
-from resiliency.inspection.survey import StepView, StoredCopy, unreadable
+from resiliency.errors import CorruptShard, TierError, UnsupportedFormat
+from resiliency.inspection.survey import StepView, StoredCopy
 from resiliency.storage.catalog import step_prefix, verify_shard
 from resiliency.storage.manifest import MANIFEST, ShardRecord, record_file, shard_file
 from resiliency.storage.names import read_name
@@ -59,7 +59,7 @@ def _readable(view: StepView, copy: StoredCopy) -> list[tuple[ShardRecord, str]]
     file that is a name of the step, unless it is the same file under another name."""
     listing = copy.listing
     records = sorted(listing.records.values(), key=lambda record: record.rank)
-    whole = [record for record in records if record.complete and listing.sizes.get(record.file) == record.nbytes]
+    whole = [record for record in records if record.complete and listing.is_whole(record)]
     if listing.single:
         whole = [record for record in whole if record.rank == 0]  # the others are entries of its file
     found = [(record, listing.key(record)) for record in whole]
@@ -96,7 +96,8 @@ def check_step(view: StepView, *, advance: Callable[[int], None] = lambda _: Non
 
 def _metadata(view: StepView, copy: StoredCopy) -> list[Finding]:
     listing, tier = copy.listing, copy.tier
-    folder = tier.location(step_prefix(view.run, view.id))
+    folder_key = step_prefix(view.run, view.id)
+    folder = tier.location(folder_key)
 
     def finding(bad: bool, file: str, text: str) -> Finding:
         return Finding(view.run, view.id, copy.label, bad, folder + file, (), text)
@@ -104,11 +105,8 @@ def _metadata(view: StepView, copy: StoredCopy) -> list[Finding]:
     if listing.single:
         return []  # a damaged record of a single file would have kept it from being listed
     found = []
-    for text in unreadable(copy, view.run):
-        file, _, rest = text.partition(": ")
-        found.append(
-            finding(True, file, f"cannot be used: {rest}") if file in listing.sizes else finding(True, "", text)
-        )
+    for file, why in listing.problems.items():
+        found.append(finding(True, file, f"cannot be used: {why.removeprefix(f'{folder}{file}: ')}"))
     if MANIFEST not in listing.sizes:
         if not tier.is_local:
             # A restore ignores a remote step without a manifest, because its upload may still be going on.
@@ -118,20 +116,30 @@ def _metadata(view: StepView, copy: StoredCopy) -> list[Finding]:
     for record in listing.records.values():
         if record_file(record.rank) not in listing.sizes:
             found.append(finding(False, record_file(record.rank), "is missing; the manifest's copy stands in for it"))
-        size = listing.sizes.get(record.file)
-        if size is None:
-            found.append(finding(True, record.file, "is missing"))
-        elif size != record.nbytes:
-            found.append(finding(True, record.file, f"has {size:,} bytes instead of {record.nbytes:,}"))
+        elif listing.committed and (why := _why_not_a_record(tier, folder_key + record_file(record.rank))):
+            found.append(finding(False, record_file(record.rank), f"{why}; the manifest's copy stands in for it"))
         if not record.complete:
             missing = f"the digests of {record.digests.count('')} blocks that other ranks wrote are missing"
             found.append(finding(True, record.file, f"cannot be checked: {missing}"))
-    if listing.manifest is None and view.needed is not None:
-        for rank in sorted(set(range(view.needed)) - set(listing.records)):
+    found += [finding(True, file, text) for file, text in listing.faults().items()]
+    if listing.manifest is None and not listing.problems:
+        for rank in sorted(set(range(view.needed or 1)) - set(listing.records)):
             if listing.part is not None and shard_file(rank) not in listing.sizes:
                 continue  # it is in the folder of another host
             found.append(finding(True, record_file(rank), "is missing, so its shard cannot be checked"))
     return found
+
+
+def _why_not_a_record(tier: Tier, key: str) -> str:
+    """Why the file of a record cannot be used; "" when it can."""
+    where = tier.location(key)
+    try:
+        ShardRecord.from_json(tier.read(key), where=where)
+    except FileNotFoundError:
+        return "is gone"
+    except (CorruptShard, TierError) as error:
+        return f"cannot be used: {str(error).removeprefix(f'{where}: ')}"
+    return ""
 
 
 def _names(view: StepView, copy: StoredCopy) -> list[Finding]:

@@ -6,7 +6,6 @@ in the listing instead of raised, so that one broken file does not hide other st
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from resiliency.storage.tiers.base import ObjectInfo, Tier, UnreadableFolders
 
 __all__ = [
     "StepListing",
+    "damage",
     "find_runs",
     "read_record",
     "run_prefix",
@@ -60,11 +60,12 @@ class StepListing:
     Attributes:
         id: the step.
         records: rank -> record, from its own file or from the manifest.
-        manifest: the manifest on the tier, or else one made from the records; None while records are missing.
+        manifest: the manifest on the tier; in a folder, where a record is written once its shard is whole, or else one
+            made from the records of all ranks; None while the step is not committed.
         committed: True when the manifest is on the tier.
         part: this host's part of a committed step, on a tier that each host has for itself; None without its mark.
         sizes: file name -> bytes, of all files in the folder.
-        problems: an error text for each file or folder that could not be read.
+        problems: name of each file that could not be read ("": the folder) -> why, with its path.
         readable: False when the folder cannot be listed; then nothing is known of the step, and it must not be deleted.
         single: key of the file that holds the whole step, when the step has no folder; see
             :mod:`resiliency.storage.single_files`; "" otherwise.
@@ -76,7 +77,7 @@ class StepListing:
     committed: bool = False
     part: UnfinishedStep | None = None
     sizes: dict[str, int] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    problems: dict[str, str] = field(default_factory=dict)
     readable: bool = True
     single: str = ""
 
@@ -84,9 +85,38 @@ class StepListing:
         """Key of a shard of the step."""
         return self.single or step_prefix(record.run, self.id) + record.file
 
-    def missing_files(self) -> list[str]:
-        """Shard files that have a record, but are missing from the folder or of another size."""
-        return [r.file for r in self.records.values() if self.sizes.get(r.file) != r.nbytes]
+    def is_whole(self, record: ShardRecord) -> bool:
+        """True when the record's shard is there with its full size."""
+        return self.sizes.get(record.file) == record.nbytes
+
+    def faults(self) -> dict[str, str]:
+        """Name of each shard file that has a record, but is missing from the folder or of another size -> which."""
+        found = {}
+        for record in self.records.values():
+            if not self.is_whole(record):
+                size = self.sizes.get(record.file)
+                text = "is missing" if size is None else f"has {size:,} bytes instead of {record.nbytes:,}"
+                found[record.file] = text
+        return found
+
+
+def damage(tier: Tier, run: str, listing: StepListing, *, committed: bool = False) -> list[str]:
+    """What is wrong with the files of one copy of a committed step, each text with the path of its file.
+
+    Empty for a whole copy, and for an unfinished step unless a file of it cannot be read: manifests and records appear
+    whole, so that one that cannot be read is damaged. Without a manifest a shard that is too long is not: a killed
+    agent was continuing it, and the next one cuts it back.
+
+    Args:
+        committed: the step is committed, although this copy alone does not show it.
+    """
+    found = list(listing.problems.values())
+    if committed or listing.manifest is not None or listing.part is not None:
+        prefix = tier.location(step_prefix(run, listing.id))
+        may_be_longer = not listing.committed and listing.part is None
+        longer = {r.file for r in listing.records.values() if may_be_longer and listing.sizes.get(r.file, 0) > r.nbytes}
+        found += [f"{prefix}{file} {text}" for file, text in listing.faults().items() if file not in longer]
+    return found
 
 
 def find_runs(tier: Tier) -> list[str]:
@@ -129,7 +159,7 @@ def _list_steps(tier: Tier, run: str) -> list[StepListing]:
     prefix = run_prefix(run)
     infos, unreadable = _list(tier, prefix)
     folders: dict[str, dict[str, int]] = {}
-    problems: dict[str, list[str]] = {}
+    problems: dict[str, dict[str, str]] = {}
     for info in infos:
         folder, _, name = info.key.removeprefix(prefix).partition("/")
         if name:
@@ -137,14 +167,14 @@ def _list_steps(tier: Tier, run: str) -> list[StepListing]:
     for key, why in unreadable.items():
         folder = key.removeprefix(prefix).partition("/")[0]
         folders.setdefault(folder, {})
-        problems.setdefault(folder, []).append(why)
+        problems.setdefault(folder, {}).setdefault("", why)
     for folder, files in folders.items():
         version = earlier_format(folder, files)
         if version is not None:
             raise refuse_format(version, tier.location(prefix + folder))
     parsed = {folder: step for folder in folders if (step := StepId.parse(folder)) is not None}
     listings = [
-        StepListing(step, sizes=folders[folder], problems=problems.get(folder, []), readable=folder not in problems)
+        StepListing(step, sizes=folders[folder], problems=problems.get(folder, {}), readable=folder not in problems)
         for folder, step in parsed.items()
     ]
     return sorted(listings, key=lambda listing: listing.id)
@@ -177,25 +207,29 @@ def _read_step(tier: Tier, run: str, listing: StepListing) -> StepListing:
             listing.manifest, listing.committed = manifest, True
             listing.records = {shard.rank: shard for shard in manifest.shards}
             return listing
-        except (CorruptShard, TierError, FileNotFoundError) as error:
-            listing.problems.append(str(error))
+        except FileNotFoundError:
+            listing.problems[MANIFEST] = f"{tier.location(where)} is gone"
+        except (CorruptShard, TierError) as error:
+            listing.problems[MANIFEST] = str(error)
     for name in sorted(listing.sizes):
         if not (name.startswith("shard-") and name.endswith(".json")):
             continue
         where = tier.location(prefix + name)
         try:
-            record = ShardRecord.from_dict(json.loads(tier.read(prefix + name)), where=where)
+            record = ShardRecord.from_json(tier.read(prefix + name), where=where)
             if record.id != listing.id or record.run != run:
                 raise CorruptShard(f"{where}: record of {record.run} {record.id} is in the wrong folder", path=where)
             listing.records[record.rank] = record
         except UnsupportedFormat:
             raise  # its check sum is right, so it is not damaged; training must not start from scratch beside it
-        except (CorruptShard, TierError, FileNotFoundError, ValueError, RecursionError) as error:
-            listing.problems.append(str(error))
+        except FileNotFoundError:
+            listing.problems[name] = f"{where} is gone"
+        except (CorruptShard, TierError) as error:
+            listing.problems[name] = str(error)
     found = gather_records(listing.records.values())
     if found is not None:
         listing.records.update({shard.rank: shard for shard in found.shards})
-    listing.manifest = found if isinstance(found, Manifest) else None
+    listing.manifest = found if isinstance(found, Manifest) and tier.is_local else None
     listing.part = part_of(found) if found is not None and COMMIT_MARK in listing.sizes else None
     return listing
 
@@ -211,12 +245,12 @@ def read_record(tier: Tier, run: str, step: StepId, rank: int) -> ShardRecord:
     where = tier.location(f"{prefix}{record_file(rank)}")
     why = "it is the record of another shard"
     try:
-        record = ShardRecord.from_dict(json.loads(tier.read(prefix + record_file(rank))), where=where)
+        record = ShardRecord.from_json(tier.read(prefix + record_file(rank)), where=where)
         if record.id == step and record.rank == rank and record.run == run:
             return record if record.complete else _read_shares(tier, record, where)
     except FileNotFoundError:
         why = "it is missing"
-    except (TierError, ValueError, RecursionError, CorruptShard) as error:
+    except (TierError, CorruptShard) as error:
         if isinstance(error, TierError) and error.retryable and not tier.is_local:
             raise  # the store cannot be reached, and so the manifest cannot either
         why = str(error).removeprefix(f"{where}: ")

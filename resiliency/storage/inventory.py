@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from resiliency.storage.catalog import StepListing, scan, step_prefix
+from resiliency.storage.catalog import StepListing, damage, scan, step_prefix
 from resiliency.storage.sources import ShardSource
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
@@ -28,6 +28,7 @@ class StepInventory:
         names: names of the step.
         exact: False when resuming from it is not exact.
         lost: for each file of a committed step that is missing, shortened or unreadable, a text with its path.
+        folder: path or address of the step's folder there, which ends with "/", for messages.
     """
 
     source: ShardSource
@@ -38,6 +39,7 @@ class StepInventory:
     exact: bool = True
     replicated: bool = False
     lost: tuple[str, ...] = ()
+    folder: str = ""
 
 
 def list_inventory(tier: Tier, run: str, source: ShardSource) -> list[StepInventory]:
@@ -51,37 +53,26 @@ def list_inventory(tier: Tier, run: str, source: ShardSource) -> list[StepInvent
     """
     found = []
     for listing in scan(tier, run):
-        found += _entries(tier, run, source, listing)
+        if listing.sizes or listing.problems:
+            found.append(_entry(tier, run, source, listing))
     return found
 
 
-def _entries(tier: Tier, run: str, source: ShardSource, listing: StepListing) -> list[StepInventory]:
-    found = []
-    if listing.problems and not listing.committed:
-        # Manifests and records are written atomically, so an unreadable one is damage. The step cannot be restored, but
-        # the job must not start from scratch without an error.
-        lost = tuple(listing.problems)
-        found.append(StepInventory(source=source, step=listing.id, world_size=0, ranks=(), lost=lost))
-    if listing.records and (listing.committed or source.host is not None):
-        found.append(_readable_entry(tier, run, source, listing))
-    if not listing.records and not found and listing.sizes:
-        # Either a save that was cut off, or a step whose records were deleted. Listed, so that the run does not look
-        # empty.
-        found.append(StepInventory(source=source, step=listing.id, world_size=0, ranks=()))
-    return found
-
-
-def _readable_entry(tier: Tier, run: str, source: ShardSource, listing: StepListing) -> StepInventory:
-    missing = set(listing.missing_files())
-    records = listing.records
-    prefix = tier.location(step_prefix(run, listing.id))
+def _entry(tier: Tier, run: str, source: ShardSource, listing: StepListing) -> StepInventory:
+    """What the source holds of a step. Listed also when it is nothing that can be restored, so that the run does not
+    look empty: a save or an upload that was cut off, a step whose records were deleted. What cannot be read is damage,
+    and no reason to start from scratch."""
+    counts = listing.committed or source.host is not None
+    records = listing.records if counts else {}
+    missing = listing.faults()
     return StepInventory(
         source=source,
         step=listing.id,
-        world_size=next(iter(records.values())).world_size,
+        world_size=next((record.world_size for record in records.values()), 0),
         ranks=tuple(sorted(rank for rank, record in records.items() if record.complete and record.file not in missing)),
         names=tuple(dict.fromkeys(name for record in records.values() for name in record.names)),
         exact=all(record.exact for record in records.values()),
         replicated=any(record.replicated for record in records.values()),
-        lost=tuple(f"{prefix}{name} is missing or cut" for name in sorted(missing)) if listing.committed else (),
+        lost=tuple(damage(tier, run, listing) if counts else listing.problems.values()),
+        folder=tier.location(step_prefix(run, listing.id)),
     )

@@ -32,6 +32,7 @@ import xxhash
 from resiliency.errors import CorruptShard
 from resiliency.storage.blocks import Blocks
 from resiliency.storage.format_version import FORMAT_VERSION, READ_VERSIONS, is_read, refuse_format, shard_ending
+from resiliency.storage.json_object import json_object, reason
 from resiliency.storage.step_id import StepId
 
 __all__ = [
@@ -204,6 +205,18 @@ class ShardRecord:
         }
 
     @classmethod
+    def from_json(cls, text: str | bytes, *, where: str) -> ShardRecord:
+        """Reads the file of a record.
+
+        Args:
+            where: path for the error message.
+
+        Raises:
+            CorruptShard: not JSON, or not a record; see :meth:`from_dict`.
+        """
+        return cls.from_dict(json_object(text, what="a shard record", where=where), where=where)
+
+    @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, where: str) -> ShardRecord:
         """Reads a record; every field is checked, because the file may be anything.
 
@@ -241,8 +254,8 @@ class ShardRecord:
                 exact=bool(data["exact"]),
                 version=int(data["version"]),
             )
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise CorruptShard(f"{where}: not a shard record ({type(error).__name__}: {error})", path=where) from error
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+            raise CorruptShard(f"{where}: not a shard record ({reason(error)})", path=where) from error
         try:
             fits = record.blocks.count == len(record.digests)
         except ValueError:
@@ -366,11 +379,11 @@ class Manifest(StepRecords):
             CorruptShard: not JSON, not a manifest, or without some shard.
         """
         try:
-            data = json.loads(text)
+            data = json_object(text, what="a manifest", where=where)
             _check_version(data["version"], where)
             shards = [ShardRecord.from_dict(item, where=where) for item in data["shards"]]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CorruptShard(f"{where}: not a manifest ({type(error).__name__}: {error})", path=where) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptShard(f"{where}: not a manifest ({reason(error)})", path=where) from error
         found = gather_records(shards)
         if not isinstance(found, Manifest) or found.version != data["version"]:
             raise CorruptShard(

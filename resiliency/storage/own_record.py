@@ -30,6 +30,7 @@ from resiliency.storage.archive import (
 )
 from resiliency.storage.blocks import Blocks, block_digest
 from resiliency.storage.format_version import FORMAT_VERSION
+from resiliency.storage.json_object import json_object, reason
 from resiliency.storage.manifest import Manifest, ShardRecord, gather_records, shard_file
 from resiliency.storage.shard_file import IDENTITY, IDENTITY_BYTES, Identity, StorageLayout, archive_tail
 
@@ -219,13 +220,13 @@ def read_own_manifest(
             return None
         raise CorruptShard(f"{where}: the record of {identity.id} is missing in it", path=where)
     try:
-        data = json.loads(read(entry.start, entry.end))
+        data = json_object(read(entry.start, entry.end), what=f"a record in its entry {OWN_RECORD}", where=where)
         others = data["others"] if identity.world_size > 1 else ()
         record, *further = [ShardRecord.from_dict(item, where=where) for item in (data["record"], *others)]
         rest = str(data["rest"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise CorruptShard(
-            f"{where}: its record, entry {OWN_RECORD}, is damaged ({type(error).__name__}: {error})", path=where
+            f"{where}: its record, entry {OWN_RECORD}, is damaged ({reason(error)})", path=where
         ) from error
     begin = record.sections[-1] if record.sections else nbytes
     if (

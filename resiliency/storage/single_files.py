@@ -92,7 +92,8 @@ def read_single_file(path: str) -> Manifest | None:
     Blocks: two or three small reads, and one of everything that follows the storages.
 
     Raises:
-        CorruptShard: the file is such a step, and its records are damaged or missing.
+        CorruptShard: the file is such a step, and its records are damaged or missing; or it has a checkpoint's name and
+            is empty, as a power loss may leave it.
         UnsupportedFormat: another version of the format wrote it.
         OSError: it cannot be read.
     """
@@ -100,6 +101,8 @@ def read_single_file(path: str) -> Manifest | None:
     try:
         identity = read_identity(os.pread(fd, IDENTITY_BYTES, 0), where=path)
         nbytes = os.fstat(fd).st_size
+        if not nbytes and path.endswith(_ENDING):
+            raise CorruptShard(f"{path}: it is empty", path=path)
 
         def read(start: int, end: int) -> bytes:
             return os.pread(fd, end - start, start)
@@ -140,7 +143,9 @@ def single_file_at(tier: Tier, run: str, name: str) -> Manifest | None:
     return step
 
 
-def find_single_files(root: str, run: str | None = None, *, below: bool = True) -> list[SingleFile]:
+def find_single_files(
+    root: str, run: str | None = None, *, below: bool = True, damaged: dict[str, str] | None = None
+) -> list[SingleFile]:
     """The steps (of ``run``) that are files in a folder, each once, by run and oldest first. Damaged ones are left out,
     with a warning when they are directly in the folder.
 
@@ -148,6 +153,7 @@ def find_single_files(root: str, run: str | None = None, *, below: bool = True) 
 
     Args:
         below: also look in folders below.
+        damaged: gets the path of each file that a warning would name, and why, instead of the warning.
 
     Raises:
         OSError: the folder cannot be listed.
@@ -158,9 +164,14 @@ def find_single_files(root: str, run: str | None = None, *, below: bool = True) 
         try:
             step = read_single_file(path)
         except (CorruptShard, OSError) as error:
-            if not isinstance(error, UnsupportedFormat):
-                level = logging.DEBUG if "/" in name else logging.WARNING  # probably another program's below
-                logger.log(level, "%s is not counted as a checkpoint: %s", path, error)
+            if "/" in name or isinstance(error, UnsupportedFormat):
+                logger.debug("%s is not counted as a checkpoint: %s", path, error)  # probably another program's
+            elif damaged is not None:
+                damaged[path] = str(error)
+            else:
+                logger.warning(
+                    "%s is not counted as a checkpoint: %s; put back a good copy of the file, or delete it", path, error
+                )
             continue
         if step is not None and run in (None, step.run) and name in step.names:
             found.setdefault((step.run, step.id), SingleFile(name, step))
@@ -312,7 +323,7 @@ def drop_folders(tier: LocalTier, run: str, *, through: str) -> str:
     steps: list[Manifest] = []
     for listing in scan(tier, run):
         if listing.problems:
-            return f"{listing.id}: {listing.problems[0]}"
+            return next(iter(listing.problems.values()))
         if listing.manifest is None and listing.part is not None:
             return f"{listing.id} has its other shards on other hosts"
         if listing.manifest is None:

@@ -128,7 +128,7 @@ def test_an_agent_that_was_stopped_on_the_way_takes_nothing_back_from_a_later_at
     settle(start(config))
     assert later
     (listing,) = scan(LocalTier(tmp_path), RUN)
-    assert not (listing.committed and listing.missing_files()), "what the later attempt has committed was cut"
+    assert not (listing.committed and listing.faults()), "what the later attempt has committed was cut"
     assert [restored.per_rank["rng"][0] for restored in loaded(tmp_path)] == [0, 1]
 
 
@@ -142,7 +142,7 @@ def test_an_agent_that_was_stopped_after_its_listing_cuts_nothing_that_a_later_a
     settle(start(dataclasses.replace(config, attempt=config.attempt + 1, token="0a0a0a")))
     join.cut_back(LocalTier(tmp_path), listing, Fence(config))
     (listing,) = scan(LocalTier(tmp_path), RUN)
-    assert listing.committed and not listing.missing_files()
+    assert listing.committed and not listing.faults()
     assert [restored.per_rank["rng"][0] for restored in loaded(tmp_path)] == [0, 1]
 
 
@@ -165,7 +165,7 @@ def test_an_agent_cuts_nothing_of_a_step_that_another_one_of_its_attempt_has_com
     (listing,) = scan(LocalTier(tmp_path), RUN)
     settle(start(config))
     join.cut_back(LocalTier(tmp_path), listing, Fence(config))
-    assert not scan(LocalTier(tmp_path), RUN)[0].missing_files()
+    assert not scan(LocalTier(tmp_path), RUN)[0].faults()
 
 
 def test_a_forked_child_does_not_keep_the_file_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def test_the_last_host_writes_the_manifest(hosts: list[Host], remote: FaultyTier
     assert not listing.committed
     assert hosts[1 - first].send(hosts[1 - first].record()) == "durable"
     (listing,) = scan(remote, "r")
-    assert listing.committed and listing.manifest is not None and listing.missing_files() == []
+    assert listing.committed and listing.manifest is not None and listing.faults() == {}
     assert json.loads(remote.read("a.ckpt/manifest.json"))["step"] == 7
 
 

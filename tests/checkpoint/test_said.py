@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def test_the_newest_of_several_is_named_and_the_others_are_counted(
     damage(folder_of(copy, 20), "bits")
     assert {one.step for one in copy.load() if one is not None} == {10}
     (told,) = [text for text in warnings(caplog) if "is restored instead" in text]
-    assert "1 other newer steps are damaged, too" in told
+    assert "of newer steps, 1 more damaged or unfinished" in told
     assert [event["step"] for event in passed_over(copy.local_dir)] == [30, 20]
 
 
@@ -99,12 +100,69 @@ def test_a_folder_loaded_by_path_says_that_it_means_an_older_step(
     assert "shard-00000.shard is missing" in told
 
 
+UNFINISHED: dict[str, Any] = {
+    "no record": lambda folder: [path.unlink() for path in folder.glob("*.json")],
+    "one record": lambda folder: [(folder / name).unlink() for name in ("manifest.json", "shard-00001.json")],
+}
+
+
+@pytest.mark.parametrize("which", [None, 20])
+@pytest.mark.parametrize("kind", UNFINISHED)
+def test_an_unfinished_step_that_is_passed_over_is_said_in_one_line(
+    copy: Series, kind: str, which: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when a job is killed in a save, also when the newest whole step is asked for by itself."""
+    folder = folder_of(copy, 30)
+    UNFINISHED[kind](folder)
+    step = next((one for one in step_dirs(copy.local_dir) if one.step == which), None)
+    assert {one.step for one in copy.load(step=step) if one is not None} == {20}
+    (told,) = warnings(caplog)
+    missing = "shard-00001.json" if kind == "one record" else "shard-00000.json"
+    assert told.startswith("step 30 ") and f"is unfinished: {folder / missing} is missing" in told
+    assert "; step 20 (" in told and told.endswith("is restored instead")
+    (event,) = passed_over(copy.local_dir)
+    assert (event["step"], event["taken"]) == (30, 20)
+
+
+def test_records_of_all_ranks_without_a_manifest_are_a_committed_step_and_a_short_shard_damages_it(
+    copy: Series, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = folder_of(copy, 30)
+    (folder / "manifest.json").unlink()
+    assert {one.step for one in copy.load() if one is not None} == {30} and warnings(caplog) == []
+    (folder / "manifest.json").unlink(missing_ok=True)
+    damage(folder, "cut")
+    assert {one.step for one in copy.load() if one is not None} == {20}
+    (told,) = [text for text in warnings(caplog) if "is restored instead" in text]
+    assert f"is damaged: {folder / 'shard-00000.shard'} has 2,000 bytes instead of" in told
+    assert f"`resiliency ckpt verify {copy.local_dir}`" in told
+
+
+def test_an_upload_that_was_cut_off_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    series = make_series(tmp_path / "s", steps=(10, 20))
+    shutil.rmtree(series.local_dir)
+    (folder,) = [path for step, path in step_dirs(series.remote_dir).items() if step.step == 20]
+    (folder / "manifest.json").unlink()
+    assert {one.step for one in series.load() if one is not None} == {10}
+    (told,) = [text for text in warnings(caplog) if "is restored instead" in text]
+    assert "step 20 " in told and f"is unfinished: {folder / 'manifest.json'} is missing" in told
+
+
+def test_an_older_step_that_is_asked_for_says_nothing_of_newer_ones(
+    copy: Series, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(folder_of(copy, 30), "missing")
+    wanted = next(step for step in step_dirs(copy.local_dir) if step.step == 10)
+    assert {one.step for one in copy.load(step=wanted) if one is not None} == {10}
+    assert warnings(caplog) == [] and passed_over(copy.local_dir) == []
+
+
 def test_shards_without_any_record_are_not_nothing(copy: Series, caplog: pytest.LogCaptureFixture) -> None:
     for path in copy.local_dir.rglob("steps/*/*.json"):
         path.unlink()
     assert copy.load() == [None] * copy.world_size
     (told,) = [text for text in warnings(caplog) if "nothing is restored" in text]
-    assert "3 of them have shards and no record" in told
+    assert "3 steps lack records" in told and str(folder_of(copy, 30) / "shard-00000.json") in told
 
 
 def test_an_empty_folder_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -163,13 +163,28 @@ def test_ls_tells_what_is_wrong(ck: Path) -> None:
         20: "committed",
         30: "committed",
     }
-    assert found[1]["notes"] == ["shard-00001.shard is missing"]
-    assert re.fullmatch(r"shard-00000\.shard has [\d,]+ bytes instead of [\d,]+", found[2]["notes"][0])
+    assert found[1]["notes"] == [f"{shard(ck, 'duo', 1, 1)} is missing"]
+    assert re.fullmatch(r".*/shard-00000\.shard has [\d,]+ bytes instead of [\d,]+", found[2]["notes"][0])
     assert (found[10]["shards_present"], found[10]["shards_needed"]) == (0, None)
-    assert "the manifest is missing" in found[20]["notes"][0]
-    assert found[30]["notes"][0].startswith("manifest.json: not a manifest")
+    assert found[10]["notes"][0].startswith(f"{step_dir(ck, 'solo', 10) / 'shard-00000.json'} is missing")
+    assert found[20]["notes"][0].startswith(f"{step_dir(ck, 'solo', 20) / 'manifest.json'} is missing; the records")
+    assert found[30]["notes"][0].startswith(f"{step_dir(ck, 'solo', 30) / 'manifest.json'}: not a manifest")
     text = run("ls", ck).stdout
-    assert "step 1 (attempt 1): shard-00001.shard is missing" in text
+    assert f"step 1 (attempt 1): {shard(ck, 'duo', 1, 1)} is missing" in text
+
+
+@pytest.mark.parametrize("longer", [False, True])
+def test_without_a_manifest_a_shard_that_is_short_is_damage_and_one_that_is_long_is_not(ck: Path, longer: bool) -> None:
+    """A record is written once its shard is whole; after that an agent may be killed that was making the shard longer."""
+    folder = step_dir(ck, "duo", 2)
+    (folder / "manifest.json").unlink()
+    file = folder / "shard-00000.shard"
+    os.truncate(file, file.stat().st_size + (100 if longer else -100))
+    found = data("ls", ck)["runs"]["duo"][1]
+    assert (found["state"], found["shards_present"]) == ("unfinished" if longer else "damaged", 1)
+    assert found["notes"][0].startswith(f"{file} has ")
+    assert ("skip step 2" in run("verify", ck, status=not longer).stdout) is longer
+    assert data("inspect", ck, "--run", "duo")["step"] == 1
 
 
 def test_ls_merges_places_as_tiers(ck: Path) -> None:
@@ -183,7 +198,7 @@ def test_ls_merges_places_as_tiers(ck: Path) -> None:
     assert (step["state"], step["tiers"], step["notes"]) == (
         "committed",
         ["local", "memory"],
-        ["local: shard-00001.shard is missing"],
+        [f"{shard(ck, 'duo', 2, 1)} is missing"],
     )
 
 
@@ -243,7 +258,7 @@ def test_healthy_parts_of_several_hosts_are_good_and_damaged_ones_are_bad(hosts:
     found = data("verify", "--run", "duo", hosts[0], status=1)
     assert [(step["state"], step["good"]) for step in found["steps"]] == [("part", False), ("damaged", False)]
     (step_dir(hosts[0], "duo", 2) / "shard-00000.shard").unlink()
-    assert data("ls", hosts[0])["runs"]["duo"][1]["notes"] == ["shard-00000.shard is missing"]
+    assert data("ls", hosts[0])["runs"]["duo"][1]["notes"] == [f"{shard(hosts[0], 'duo', 2)} is missing"]
 
 
 def test_ls_says_when_there_is_no_checkpoint(tmp_path: Path) -> None:
@@ -497,9 +512,16 @@ def test_verify_names_the_missing_record_of_an_unfinished_step(ck: Path) -> None
 
 def test_verify_needs_the_manifest_on_a_remote_tier(ck: Path) -> None:
     """As restore does: there, records may be there before their shards' neighbours."""
-    (step_dir(ck, "duo", 2) / "manifest.json").unlink()
+    folder = step_dir(ck, "duo", 2)
+    (folder / "manifest.json").unlink()
     run("verify", ck)
-    found = data("verify", copy_to_memory(ck), status=1)
+    address = copy_to_memory(ck)
+    assert [step["state"] for step in data("ls", address)["runs"]["duo"]] == ["committed", "unfinished"]
+    skipped = run("verify", address).stdout
+    assert (
+        f"unfinished, nothing resumes from it: {address}/{folder.relative_to(ck)}/manifest.json is missing" in skipped
+    )
+    found = data("verify", f"{address}/{folder.relative_to(ck)}", status=1)
     assert [(Path(f["path"]).name, f["bad"]) for f in found["findings"]] == [("manifest.json", True)]
 
 

@@ -110,4 +110,4 @@ def test_a_record_or_manifest_in_the_folder_of_another_step_is_not_believed(tier
     folder.rename(folder.with_name(other.dirname))
     (listing,) = scan(tier, RUN)
     assert listing.id == other and listing.records == {} and listing.manifest is None
-    assert len(listing.problems) == 3 and all("is in the wrong folder" in problem for problem in listing.problems)
+    assert len(listing.problems) == 3 and all("is in the wrong folder" in why for why in listing.problems.values())

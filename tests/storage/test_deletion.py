@@ -128,7 +128,7 @@ def test_cut_anywhere_it_leaves_no_torn_step_and_is_finished_by_the_next_pass(
     old = next(found for found in scan(tier, "r") if found.id == OLD)
     assert old.committed == (at == 1)
     if old.manifest is not None:
-        assert old.missing_files() == [], "a step that counts as whole lacks a shard"
+        assert old.faults() == {}, "a step that counts as whole lacks a shard"
     names = {name for record in old.records.values() for name in record.names}
     assert {name for name, step in named(tier).items() if step == OLD} <= names, "nobody will ever delete that name"
     delete_step(tier, "r", OLD, files=old.sizes, names=names)

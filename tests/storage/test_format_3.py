@@ -254,7 +254,7 @@ def test_a_single_file_gets_its_folder_back_and_loses_it_again(tmp_path: Path, r
     assert restore_folders(tier, run) == 1
     folder = step_dir(tmp_path, run, 10)
     assert shards(folder) == [shard_file(rank, 3) for rank in range(world_size)]
-    assert scan(tier, run)[0].missing_files() == [] and scan(tier, run)[0].committed
+    assert scan(tier, run)[0].faults() == {} and scan(tier, run)[0].committed
     assert drop_folders(tier, run) == ""
     assert os.listdir(tmp_path) == [name]
 

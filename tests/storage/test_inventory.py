@@ -51,7 +51,8 @@ def test_records_without_a_manifest_count_on_a_host_and_not_in_remote_storage(
     (folder,) = step_dirs(series.local_dir).values()
     (folder / "manifest.json").unlink()
     (folder / "shard-00000.json").unlink()
-    assert [found.ranks for found in listed(series, source)] == ([] if source is STORE else [(1,)])
+    (found,) = listed(series, source)
+    assert (found.ranks, found.world_size) == (((), 0) if source is STORE else ((1,), 2)) and found.lost == ()
 
 
 def test_shard_0_counts_only_with_the_records_of_all_ranks_that_wrote_it(series: Series) -> None:
@@ -71,18 +72,23 @@ def test_shard_0_counts_only_with_the_records_of_all_ranks_that_wrote_it(series:
 def test_a_shard_that_is_cut_is_reported_with_its_path(series: Series) -> None:
     (folder,) = step_dirs(series.local_dir).values()
     shard = folder / "shard-00001.shard"
+    nbytes = shard.stat().st_size
     shard.write_bytes(shard.read_bytes()[:-1])
-    (found,) = listed(series, HERE)
-    assert found.ranks == (0,) and found.lost == (f"{shard} is missing or cut",)
+    for _ in range(2):
+        (found,) = listed(series, HERE)
+        assert found.ranks == (0,) and found.lost == (f"{shard} has {nbytes - 1:,} bytes instead of {nbytes:,}",)
+        (folder / "manifest.json").unlink(
+            missing_ok=True
+        )  # the records tell as much: they are written after the shards
 
 
 @pytest.mark.parametrize("source", [HERE, STORE], ids=str)
 def test_a_manifest_that_cannot_be_read_is_reported(series: Series, source: ShardSource) -> None:
     (folder,) = step_dirs(series.local_dir).values()
     (folder / "manifest.json").write_bytes(b"{")
-    found = listed(series, source)
-    assert "manifest.json" in found[0].lost[0] and found[0].world_size == 0
-    assert [entry.ranks for entry in found[1:]] == ([] if source is STORE else [(0, 1)])
+    (found,) = listed(series, source)
+    assert "manifest.json" in found.lost[0]
+    assert (found.ranks, found.world_size) == (((), 0) if source is STORE else ((0, 1), 2))
 
 
 INVENTORY = InventoryReport(

@@ -152,7 +152,7 @@ def test_a_folder_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path, f
     assert [step.step for step in step_folders(tier, "r")] == [1, 2, 3], "the step is there, and counts for the attempt"
     listings = scan(tier, "r")
     assert [listing.readable for listing in listings] == [True, False, True]
-    assert "Input/output error" in listings[1].problems[0] and not listings[1].records
+    assert "Input/output error" in listings[1].problems[""] and not listings[1].records
     assert find_runs(tier) == ["r"]
 
 
