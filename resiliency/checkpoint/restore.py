@@ -167,10 +167,10 @@ class Restorer:
         self, inventory: Sequence[StepInventory], problems: Sequence[CopyProblem], taken: StepId
     ) -> None:
         """Reports the newer steps that are damaged or unfinished, if the newest that can be restored was: one warning,
-        and an event for each step."""
+        and an event for each damaged step."""
         newest = self._plan(inventory, {problem.copy for problem in problems}, only=None)
         passed = self._passed_over(inventory, problems, taken) if newest is not None and newest.step == taken else []
-        for one in passed:
+        for one in (one for one in passed if one.damaged):
             self._session.events.emit(
                 EventKind.CHECKPOINT_PASSED_OVER, step=one.step.step, taken=taken.step, reasons=list(one.reasons)
             )

@@ -13,9 +13,11 @@ Layout below a tier's root, the same on every tier::
         files/                                      local tier only: empty shard files prepared for the next steps
         events/                                     event logs
 
-A step is *committed* when its manifest exists. A tier that each host has for itself holds only that host's part of a
-step, and a mark that the ranks of all hosts have recorded theirs. Without the mark the step can still be restored when
-records of all its shards are found. Names and modification times are not used.
+A step is *committed* when its manifest exists; in a folder that ranks save into, also when the records of all ranks
+are there, from which the manifest follows. A tier that each host has for itself holds only that host's part of a step,
+and a mark that the ranks of all hosts have recorded theirs. Without the mark the step can still be restored when
+records of all its shards are found. A committed step is *damaged* when one of its files is missing, too short or
+unreadable; a step that is not committed is *unfinished*. Names and modification times are not used.
 """
 
 from __future__ import annotations

@@ -27,6 +27,12 @@ _EXPORT = (".json", ".json.gz")
 _SNIFF_BYTES = 1 << 16
 _EVENT = re.compile(rb'^(?:\xef\xbb\xbf)?[ \t]*\{[^\n]*"event_type"', re.MULTILINE)
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
+#: Fields of which each entry of ml-goodput-measurement's log has one. It is read all the same, because the reader names
+#: it.
+MEASUREMENT = frozenset({"job_start_time", "job_end_time", "step_start_time", "tpu_init_start_time"})
+_MEASURED = re.compile(rb'"(?:%s)"' % "|".join(sorted(MEASUREMENT)).encode())
+#: What every entry of Cloud Logging has one of.
+_ENTRY = re.compile(rb'"(?:json|text|proto)Payload"\s*:')
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -47,10 +53,11 @@ def find_logs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 def find(paths: Iterable[str | os.PathLike[str]]) -> LogFiles:
     """Finds the logs under ``paths``. A file is taken as given. A folder is searched for ``*.jsonl``, ``*.log``, their
-    rotated (``.1``, ``.2``, ``-20260131``) and compressed (``.gz``) files, and, not in its subfolders, for exports of
-    Cloud Logging (``*.json``, ``*.json.gz``).
+    rotated (``.1``, ``.2``, ``-20260131``) and compressed (``.gz``) files, and for exports of Cloud Logging
+    (``*.json``, ``*.json.gz``), such as a sink writes into a folder for each day.
 
-    A file found twice counts once. Hidden folders are searched too, because our logs are below ``.resiliency``.
+    A file found twice counts once. Hidden folders are searched too, because our logs are below ``.resiliency``, but not
+    for exports, because step folders have many ``*.json``.
 
     Raises:
         ConfigError: a path does not exist, or there is no log at all.
@@ -58,15 +65,16 @@ def find(paths: Iterable[str | os.PathLike[str]]) -> LogFiles:
     found: dict[str, Path] = {}
     left: dict[str, Path] = {}
     unread: dict[str, Path] = {}
-    exports: dict[str, Path] = {}  # *.json without events; most are no exports, so not left_out
+    silent: dict[str, Path] = {}  # *.json that are no exports of a log
     listed = list(paths)
     for given in listed:
         path = Path(given)
         if path.is_dir():
             for folder, folders, names in os.walk(path):
                 folders.sort()
+                hidden = any(part.startswith(".") for part in Path(folder).relative_to(path).parts)
                 for name in sorted(names, key=_oldest_first):
-                    export = name.endswith(_EXPORT) and Path(folder) == path
+                    export = name.endswith(_EXPORT) and not hidden
                     file = Path(folder, name)
                     if not _NAME.search(name) and not export:
                         if _ALIKE.search(name) and file.is_file():
@@ -74,17 +82,18 @@ def find(paths: Iterable[str | os.PathLike[str]]) -> LogFiles:
                         continue
                     if not file.exists():  # a link to nothing, or gone since the folder was listed
                         unread.setdefault(os.path.realpath(file), file)
-                    elif name.endswith(".jsonl") or _holds_events(file):
+                    elif name.endswith(".jsonl") or _holds_events(start := _start(file), export=export):
                         found.setdefault(os.path.realpath(file), file)
                     else:
-                        (exports if export else left).setdefault(os.path.realpath(file), file)
+                        named = not export or _ENTRY.search(start or b"") is not None
+                        (left if named else silent).setdefault(os.path.realpath(file), file)
         elif path.exists():
             found.setdefault(os.path.realpath(path), path)
         else:
             raise ConfigError(f"no event log at {path}; give the checkpoint folder, its events folder or a log file")
     if not found:
         where = ", ".join(str(path) for path in listed)
-        silent = {**left, **exports}
+        silent = {**left, **silent}
         others = f" ({_names(silent.values())} hold no event)" if silent else ""
         others += f" ({_names(unread.values())} cannot be read as one)" if unread else ""
         raise ConfigError(
@@ -111,15 +120,23 @@ def _oldest_first(name: str) -> tuple[str, int, str]:
     return name[: match.start()], -int(match[1] or 0), (match[2] or "").replace("-", "") or "~"
 
 
-def _holds_events(file: Path) -> bool:
-    """Whether the start of ``file`` holds an event. True also when it cannot be read (reading it will say why) or is
-    empty (its first event may still come)."""
+def _start(file: Path) -> bytes | None:
+    """The bytes of a file that are searched; None when it cannot be read."""
     try:
         with open_log(file) as opened:
-            start = opened.read(_SNIFF_BYTES)
+            return opened.read(_SNIFF_BYTES)
     except OSError:
+        return None
+
+
+def _holds_events(start: bytes | None, *, export: bool) -> bool:
+    """Whether a file that begins so holds events, of ours or (an export) of ml-goodput-measurement. True also when it
+    cannot be read (reading it will say why) or is empty (its first event may still come)."""
+    if not start:
         return True
-    return not start or (b'"event_type"' in start if _ARRAY.match(start) else _EVENT.search(start) is not None)
+    if export and _ENTRY.search(start) and _MEASURED.search(start):
+        return True
+    return b'"event_type"' in start if _ARRAY.match(start) else _EVENT.search(start) is not None
 
 
 def open_log(path: str | os.PathLike[str]) -> IO[bytes] | PackedLog:

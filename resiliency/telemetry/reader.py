@@ -20,7 +20,7 @@ from typing import IO, Any
 from resiliency.errors import ConfigError
 from resiliency.telemetry.collect import Collector
 from resiliency.telemetry.facts import RunFacts, Segment
-from resiliency.telemetry.log_files import find, find_logs, is_array, open_log
+from resiliency.telemetry.log_files import MEASUREMENT, find, find_logs, is_array, open_log
 from resiliency.telemetry.packed_log import PackedLog
 from resiliency.telemetry.plain_text import is_plain_json, plain
 from resiliency.telemetry.stepstats import StepStats
@@ -44,8 +44,6 @@ BLOCK_BYTES = 1 << 20
 #: Bytes of a block that are parsed at once; all that is found in them is in memory together.
 _PART_BYTES = 1 << 16
 _START_BYTES = 64
-#: Fields of Google's ml-goodput-measurement, of which each of its lines has one.
-_MEASUREMENT = frozenset({"job_start_time", "job_end_time", "step_start_time", "tpu_init_start_time"})
 #: A line longer than this is not an event.
 MAX_LINE_BYTES = 1 << 20
 
@@ -444,7 +442,7 @@ class LogReader:
             record = record.get("jsonPayload") or record.get("payload") or record
         if not isinstance(record, dict) or "event_type" not in record:
             self.foreign_lines += 1
-            self.measurement_lines += isinstance(record, dict) and not _MEASUREMENT.isdisjoint(record)
+            self.measurement_lines += isinstance(record, dict) and not MEASUREMENT.isdisjoint(record)
             return
         self.collector.add(record, drop_copies=True, is_plain=is_plain)
 

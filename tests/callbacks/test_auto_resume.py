@@ -4,6 +4,7 @@ does, and says what it found."""
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -310,4 +311,29 @@ def test_a_fit_that_finds_shards_without_records_says_so(tmp_path: Path, caplog:
     trainer = to_resume_without(namespace, tmp_path, "*.json")
     trainer.fit(make_net(namespace), loader())
     assert trainer.global_step == 12
-    assert [entry for entry in caplog.records if "have shards and no record" in entry.getMessage()]
+    (said,) = [text for text in caplog.messages if "nothing is restored" in text]
+    assert "2 steps lack records or shards; step 6 " in said and "/shard-00000.json is missing" in said
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("how", ["auto_resume", "last"])
+@pytest.mark.parametrize("state", ["damaged", "unfinished"])
+def test_a_newer_step_that_a_resume_passes_over_is_said_in_one_line(
+    state: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"every_n_train_steps": 3, "save_top_k": -1, "filename": "{step}", "save_last": how == "last"}
+    make_trainer(PL, [ours(PL, tmp_path, **settings)], root=tmp_path, max_epochs=1).fit(make_net(PL), loader())
+    (folder,) = (path for path in tmp_path.rglob("steps/*") if path.name.startswith(f"{6:010d}-"))
+    file = folder / ("shard-00000.shard" if state == "damaged" else "shard-00000.json")
+    for path in [file] if state == "damaged" else folder.glob("*.json"):
+        path.unlink()
+    if (
+        how == "last"
+    ):  # as after a kill between a manifest and its names: the file that Lightning finds is the older step
+        (tmp_path / "last.ckpt").unlink()
+        os.link(tmp_path / "step=3.ckpt", tmp_path / "last.ckpt")
+    again = ours(PL, tmp_path, **settings, auto_resume=True if how == "auto_resume" else None)
+    trainer = make_trainer(PL, [again], root=tmp_path, max_epochs=1)
+    trainer.fit(make_net(PL), loader(), ckpt_path="last" if how == "last" else None)
+    (said,) = [text for text in caplog.messages if "is restored instead" in text]
+    assert said.startswith("step 6 ") and f"is {state}: {file} is missing" in said and "; step 3 (" in said

@@ -335,6 +335,39 @@ def test_weights_changed_between_batch_and_step_are_noticed(
     check(tmp_path, witness, at_least=10)
 
 
+def test_an_optimizer_of_two_passes_in_manual_optimization_loses_one_save_and_writes_nothing_wrong(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As SAM: it shifts the weights before the pass whose gradients it uses. Manual steps are not watched beforehand."""
+    net = make_net(PL, manual="wrapped")
+    weights = list(net.layers.parameters())
+
+    def training_step(batch: Any, batch_idx: int) -> None:
+        optimizer = net.optimizers()
+        net.manual_backward(net.layers(batch[0]).square().mean())
+        shifts = [0.05 * weight.grad.sign() for weight in weights]
+        with torch.no_grad():
+            for weight, shift in zip(weights, shifts, strict=True):
+                weight.add_(shift)
+        optimizer.zero_grad()
+        net.manual_backward(net.layers(batch[0]).square().mean())
+        with torch.no_grad():
+            for weight, shift in zip(weights, shifts, strict=True):
+                weight.sub_(shift)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    net.training_step = training_step
+    net.configure_optimizers = lambda: torch.optim.SGD(weights, 0.1, momentum=0.9)
+    witness = reference(PL, step_name)
+    with caplog.at_level(logging.WARNING, logger="resiliency"):
+        with pytest.warns(UserWarning, match="manual optimization"):
+            train(tmp_path, [witness, every_step(tmp_path)], net)
+    assert caplog.text.count("is given up") == 1
+    assert set(witness.taken) - names(tmp_path) == {"step=1.ckpt"}
+    check(tmp_path, witness, at_least=10)
+
+
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_zero_grad", "on_after_backward"])
 def test_weights_changed_between_batch_and_step_are_safe_without_lazy_copies(hook: str, tmp_path: Path) -> None:
     changer = importlib.import_module(f"{PL}.callbacks").Callback()

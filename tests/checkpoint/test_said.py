@@ -120,8 +120,7 @@ def test_an_unfinished_step_that_is_passed_over_is_said_in_one_line(
     missing = "shard-00001.json" if kind == "one record" else "shard-00000.json"
     assert told.startswith("step 30 ") and f"is unfinished: {folder / missing} is missing" in told
     assert "; step 20 (" in told and told.endswith("is restored instead")
-    (event,) = passed_over(copy.local_dir)
-    assert (event["step"], event["taken"]) == (30, 20)
+    assert passed_over(copy.local_dir) == []  # a save that was cut off is no damage
 
 
 def test_records_of_all_ranks_without_a_manifest_are_a_committed_step_and_a_short_shard_damages_it(

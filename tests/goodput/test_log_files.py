@@ -104,6 +104,42 @@ def test_exports_of_cloud_logging_are_read(tmp_path: Path, form: str) -> None:
     assert not ledger.facts.quality
 
 
+def test_what_a_sink_of_cloud_logging_writes_into_a_bucket_is_read(tmp_path: Path) -> None:
+    """A file for each hour, in a folder for each day."""
+    job = crash()
+    entries = [json.dumps({"insertId": "x", "jsonPayload": json.loads(line)}) + "\n" for line in lines_of(job)]
+    day = tmp_path / "job-goodput" / "2026" / "11" / "28"
+    day.mkdir(parents=True)
+    half = len(entries) // 2
+    for hour, part in (("08", entries[:half]), ("09", entries[half:])):
+        (day / f"{hour}:00:00_{hour}:59:59_S0.json").write_text("".join(part))
+    assert_matches(ledger_of(tmp_path), job)
+
+
+def test_an_export_that_is_not_read_is_named_wherever_it_lies(tmp_path: Path) -> None:
+    """Of another library, or without an event; a JSON file that is no export of a log is not."""
+    crash().write(tmp_path)
+    measured = {"job_name": "j", "step_count": 3, "step_start_time": 1_760_000_000.0}
+    deep = tmp_path / "exports" / "old"
+    deep.mkdir(parents=True)
+    (tmp_path / "measured.json").write_text(json.dumps([{"jsonPayload": measured}, {"jsonPayload": measured}]))
+    (deep / "measured-too.json").write_text(json.dumps({"jsonPayload": measured}) + "\n")
+    (deep / "other.json").write_text(json.dumps([{"textPayload": "hello", "insertId": "x"}]))
+    (deep / "config.json").write_text(json.dumps({"step_start_time": 1, "lr": 0.1}))
+    report = CliRunner().invoke(app, ["report", str(tmp_path)])
+    told = " ".join(report.output.split())
+    assert report.exit_code == 0, report.output
+    assert "of ml-goodput-measurement, whose own library reads them: measured.json, measured-too.json." in told
+    assert "Left out, because it holds no event: other.json." in told and "config.json" not in told
+    for path in tmp_path.rglob("*.jsonl"):
+        path.unlink()
+    report = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert report.exit_code == 2 and "these are logs of ml-goodput-measurement" in report.output
+    (deep / "measured-too.json").unlink()
+    with pytest.raises(ConfigError, match=r"other\.json, config\.json hold no event"):
+        find([deep])
+
+
 @pytest.mark.parametrize("form", ["spaced", "as we write it", "an entry"])
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "latin-1", "utf-16"])
 def test_other_encodings_lose_no_event(tmp_path: Path, encoding: str, form: str) -> None:
