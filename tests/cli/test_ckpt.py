@@ -415,6 +415,13 @@ def test_inspect_names_a_broken_shard_and_shows_the_rest(ck: Path) -> None:
     assert any(row["key"] == "state_dict/net.weight" for row in found["tensors"])
 
 
+def test_inspect_of_a_step_without_anything_readable_fails(ck: Path) -> None:
+    for path in step_dir(ck, "solo", 30).glob("*.json"):
+        path.write_text("{")
+    shown = run("inspect", step_dir(ck, "solo", 30), status=1).stdout
+    assert f"note {step_dir(ck, 'solo', 30)}/manifest.json: not a manifest" in shown and "next copy the files" in shown
+
+
 def test_inspect_names_a_damaged_structure(ck: Path) -> None:
     flip_bits(shard(ck, "solo", 30), [(-2000, -1999)])
     found = data("inspect", step_dir(ck, "solo", 30), status=1)
@@ -523,6 +530,9 @@ def test_verify_needs_the_manifest_on_a_remote_tier(ck: Path) -> None:
     )
     found = data("verify", f"{address}/{folder.relative_to(ck)}", status=1)
     assert [(Path(f["path"]).name, f["bad"]) for f in found["findings"]] == [("manifest.json", True)]
+    out = ck.parent / "out.ckpt"
+    assert "is not committed" in told("export", f"{address}/{folder.relative_to(ck)}", out, status=2)
+    assert data("inspect", address, "--run", "duo")["step"] == 1
 
 
 def test_verify_refuses_a_folder_without_committed_steps(tmp_path: Path) -> None:

@@ -176,6 +176,9 @@ def test_a_damaged_part_of_a_file_makes_verify_fail_and_name_it(
     result = RUNNER.invoke(app, ["verify", str(place)])
     assert result.exit_code == 1 and f"bad  {target} " in result.output, result.output
     assert RUNNER.invoke(app, ["verify", str(place), "--json"]).exit_code == 1
+    for words in ("ls", "verify", "inspect"):  # not: it is a stock checkpoint, or a copy of a step of elsewhere
+        result = RUNNER.invoke(app, [words, str(target)])
+        assert result.exit_code == 1 and str(target) in result.output, words
     said = Said(place, target, caplog)
     for words in COMMANDS:
         assert_named(said.command(words), [target], told=True, who=words)
