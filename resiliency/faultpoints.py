@@ -51,6 +51,7 @@ KNOWN: tuple[str, ...] = (
     "restore.verify",
     "restore.load",
     "preemption.interrupt",
+    "supervisor.lease.write",
     "supervisor.store.begin",
     "supervisor.store.write",
     "supervisor.store.committed",

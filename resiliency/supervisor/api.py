@@ -79,7 +79,7 @@ class _Api:
     def leader(self, answer: _Answer) -> _Handler:
         async def asked(request: web.Request) -> web.StreamResponse:
             service = self._supervisor.service
-            if service is None:
+            if service is None or (request.method != "GET" and not service.leads()):
                 return _error(STANDS_BY_STATUS, STANDS_BY)
             return await answer(request, service)
 
@@ -96,6 +96,8 @@ class _Api:
             return web.Response(status=503, text="stands by\n")
         if service.store_problem:
             return web.Response(status=503, text="the state file cannot be written\n")
+        if not service.leads():
+            return web.Response(status=503, text="the lease was not renewed in time\n")
         return web.Response(text="leads\n")
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:

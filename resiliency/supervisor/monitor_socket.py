@@ -104,7 +104,11 @@ class MonitorSocket:
             raise Forged(STANDS_BY)
         self.host, self.incarnation = hello.host, hello.incarnation
         if hello.term > service.term:
-            raise Forged(await service.outranked(hello.term))
+            raise Forged(
+                f"this host has obeyed a supervisor of term {hello.term}, and the term of this one is {service.term}:"
+                " another one leads with another state file, or the clock of this one is behind. End the one that is"
+                " not wanted, or set the clock and start this one again"
+            )
         welcome = Welcome(version=PROTOCOL_VERSION, term=service.term, period_s=service.settings.sensor.period_s)
         await self._socket.send_str(pack(welcome))
         if self._service() is not service:

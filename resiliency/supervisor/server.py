@@ -20,15 +20,16 @@ from resiliency.supervisor.addresses import STANDS_BY, STANDS_BY_STATUS
 from resiliency.supervisor.api import add_routes
 from resiliency.supervisor.auth import Authority, server_context
 from resiliency.supervisor.clusters.base import Cluster
-from resiliency.supervisor.lease import Lease
+from resiliency.supervisor.lease import SqliteLease
 from resiliency.supervisor.metrics import Metrics
 from resiliency.supervisor.model import Workload
 from resiliency.supervisor.monitor_socket import MonitorSocket
 from resiliency.supervisor.policy import load_policy
 from resiliency.supervisor.said_rarely import SaidRarely, ServerLog
-from resiliency.supervisor.service import Service, TermTooLow
+from resiliency.supervisor.service import Service
 from resiliency.supervisor.settings import SupervisorSettings, split_address
-from resiliency.supervisor.store import HistoryEvent, LeadershipLost, Store
+from resiliency.supervisor.sqlite_store import SqliteStore
+from resiliency.supervisor.store import HistoryEvent, LeadershipLost, StateUnavailable
 
 __all__ = ["Supervisor"]
 
@@ -78,12 +79,8 @@ class Supervisor:
         load_policy(settings.policy)  # reports a wrong policy now and not only when this supervisor leads
         self.service: Service | None = None
         self.metrics = Metrics(lambda: self.service)
-        self.store = Store(settings.state)
-        try:
-            self.lease = Lease(self.store, lease_s=settings.lease_s)
-        except BaseException:
-            self.store.close()
-            raise
+        self.store = SqliteStore(settings.state)
+        self.lease = SqliteLease(self.store, lease_s=settings.lease_s)
         self._stopping = asyncio.Event()
         self._rarely = SaidRarely(logger)
         #: Connections that have not sent a complete request yet, each with the timer that will cut it off.
@@ -123,43 +120,63 @@ class Supervisor:
             with contextlib.suppress(OSError):  # the leader may hold the address
                 await self._listen()
             while not self._stopping.is_set():
-                term = await self._unless_stopped(self.lease.wait_for_turn())
+                term = await self._unless_stopped(self._stand_by())
                 if term is None:
                     return
                 await self._lead(term)
         finally:
             await self._close()
 
+    async def _stand_by(self) -> int:
+        """Waits until this supervisor leads, and returns its term."""
+        said = problem = ""
+        while True:
+            try:
+                term = await asyncio.to_thread(self.lease.acquire)
+            except StateUnavailable as error:
+                if not problem:
+                    logger.error(
+                        "the lease cannot be looked at: %s. If the file is locked, a leader that was stopped while it"
+                        " wrote holds it: let it go on, or kill it; this is tried again",
+                        error,
+                    )
+                problem = str(error)
+            else:
+                problem = ""
+                if term is not None:
+                    return term
+                if said != self.lease.holder:
+                    said = self.lease.holder
+                    logger.info("%s leads; this one stands by", said)
+            await asyncio.sleep(self.lease.looks_every_s)
+
     async def _lead(self, term: int) -> None:
-        service = Service(
-            self.settings,
-            self.store,
-            self.lease,
-            term,
-            cluster=self._cluster,
-            log=self._log,
-            watch_handled=self.metrics.handled,
-            watch_commit=self.metrics.committed,
-            until_ended=self._until_ended,
-            begin_again=self._begin_again,
-        )
-        self._begin_again = False
         try:
             if not await self._unless_stopped(self._listen_soon()):
                 return
-            self.service = service
+            self.service = service = Service(
+                self.settings,
+                self.store,
+                self.lease,
+                term,
+                cluster=self._cluster,
+                log=self._log,
+                watch_handled=self.metrics.handled,
+                watch_commit=self.metrics.committed,
+                until_ended=self._until_ended,
+                begin_again=self._begin_again,
+            )
+            self._begin_again = False
             logger.info("leads in term %d; listens on %s:%d", term, *(self.address or ("", 0)))
             await service.run()
             if self._until_ended and not self._stopping.is_set():
                 self.ended = service.ended
                 self._stopping.set()
-        except TermTooLow as error:
-            logger.warning("this supervisor begins a higher term: %s", error)
-        except LeadershipLost as error:
+        except (LeadershipLost, StateUnavailable) as error:
             logger.error("this supervisor leads no more, and stands by: %s", error)
         finally:
             self.service = None
-            self.lease.release()
+            await asyncio.to_thread(self.lease.release)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, int]) -> int | None:
         """Returns what the work returned, or None when :meth:`stop` was called before it ended."""
@@ -185,7 +202,7 @@ class Supervisor:
                     raise ConfigError(
                         f"cannot listen on {self.settings.listen}: {error.strerror}; pass another address with --listen"
                     ) from error
-            self.lease.renew()
+            await asyncio.to_thread(self.lease.renew)
             await asyncio.sleep(_BIND_AGAIN_S)
 
     async def _listen(self) -> None:
@@ -263,7 +280,7 @@ class Supervisor:
             self._server.close()
         if self._runner is not None:
             await self._runner.cleanup()
-        self.lease.close()
+        await asyncio.to_thread(self.lease.release)
         self.store.close()
 
 

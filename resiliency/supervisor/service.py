@@ -13,7 +13,6 @@ import json
 import logging
 import random
 import re
-import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -49,10 +48,10 @@ from resiliency.supervisor.policy import load_policy
 from resiliency.supervisor.policy_guard import GuardedPolicy
 from resiliency.supervisor.sensor import Sensor
 from resiliency.supervisor.settings import SupervisorSettings
-from resiliency.supervisor.store import HistoryEvent, LeadershipLost, Store
+from resiliency.supervisor.store import HistoryEvent, LeadershipLost, StateStore, StateUnavailable
 from resiliency.supervisor.straggler_watch import StragglerWatch
 
-__all__ = ["Forged", "Link", "Service", "TermTooLow"]
+__all__ = ["Forged", "Link", "Service"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +69,6 @@ _VERIFY_TIMEOUT_S = 30.0
 _MOST_TEXT = 2000
 #: Highest step that is believed when a rank reports it. A higher one is no step, and sums must stay exact.
 _MOST_STEP = 1 << 53
-#: Highest term that is believed when a monitor reports it. A higher one is no term, and one above it must be stored
-#: exactly.
-_MOST_TERM = 1 << 53
 #: When no look took place for this many seconds, or a transaction takes longer, deadlines of steps are moved.
 _AWAY_S = 1.0
 _ADDRESS = re.compile(r"[A-Za-z0-9._:\[\]-]{3,300}")
@@ -92,10 +88,6 @@ _SEEN_BY_MONITORS = frozenset(
 
 class Forged(Exception):
     """A message that its sender had no right to send; the text gives the reason. The connection is closed."""
-
-
-class TermTooLow(LeadershipLost):
-    """No other supervisor has taken over, but hosts obey only a higher term than this one's."""
 
 
 class Link(Protocol):
@@ -162,12 +154,14 @@ class Service:
 
     Raises:
         ConfigError: the policy or the stored state cannot be used.
+        LeadershipLost: a higher term has begun.
+        StateUnavailable: the state cannot be read or written now.
     """
 
     def __init__(
         self,
         settings: SupervisorSettings,
-        store: Store,
+        store: StateStore,
         lease: Lease,
         term: int,
         *,
@@ -223,15 +217,17 @@ class Service:
         self._asks: dict[str, list[Ask]] = {}
         self._pending, self._pending_hosts, self._pending_events = Changes(), set[str](), list[HistoryEvent]()
         self._due, self._dirty, self._stopped = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._swept_s = self._renewed_s = self._looked_s = now_s
+        self._swept_s = self._looked_s = now_s
         #: Since when a transaction has been written; None: none is.
         self._writes_since_s: float | None = None
         self._inject_at_s = now_s + settings.fault_injection_period_s
-        self._outranked_by = 0
+        #: Whether something was not sent or not started because the lease had run out.
+        self._held_back = False
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="supervisor-store")
         self._restore(now_s)
 
     def _restore(self, now_s: float) -> None:
+        self._store.fence(self.term)  # before it is read: what is read is what no lower term can change any more
         stored = self._store.load()
         needed = {host for each in stored.workloads if not each.state.has_ended for host in each.places}
         gone = {host.name for host in stored.hosts if host.state is HostState.SILENT} - needed
@@ -278,19 +274,14 @@ class Service:
         Raises:
             LeadershipLost: another supervisor leads, and this one must send nothing more.
         """
-        works = (self._keep_looking(), self._keep_storing(), self._stopped.wait())
+        works = (self._keep_lease(), self._keep_looking(), self._keep_storing(), self._stopped.wait())
         tasks = [asyncio.create_task(work) for work in works]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            try:
-                for task in done:
-                    task.result()
-            except LeadershipLost:
-                if self._outranked_by:
-                    raise TermTooLow(f"hosts have obeyed term {self._outranked_by}, and this was {self.term}") from None
-                raise
-            if self._lease.is_mine() and self._has_pending():
-                with contextlib.suppress(LeadershipLost, sqlite3.Error, OSError):
+            for task in done:
+                task.result()
+            if self._has_pending():
+                with contextlib.suppress(LeadershipLost, StateUnavailable):
                     await self._store_pending()
         finally:
             await end_tasks(tasks)
@@ -306,33 +297,26 @@ class Service:
         self._stopped.set()
 
     def leads(self) -> bool:
-        """Whether no other supervisor has taken over. To be asked right before something is sent."""
-        return self._lease.is_mine()
+        """Whether this supervisor may act: no other one has taken over. To be asked right before something is sent."""
+        return self._lease.is_held()
 
-    async def outranked(self, term: int) -> str:
-        """A host has obeyed a higher term than this supervisor's. Returns what the host is told.
-
-        Terms of a new state file begin at the seconds of the wall clock. When that clock is behind the one that the
-        lost file began with, hosts would not obey a supervisor with the new file. A leader whose file has given no
-        places yet cannot be out of date, so its next term is numbered above the host's. Any other leader may be one
-        that was replaced elsewhere, with another file, and has come back: the host is refused.
-        """
-        told = f"this host has obeyed a supervisor of term {term}, and the term of this one is {self.term}"
-        if term >= _MOST_TERM:
-            return f"term {term} is not valid"
-        loop = asyncio.get_running_loop()
-        try:
-            if self.settings.dry_run or await loop.run_in_executor(self._executor, self._store.has_given_places):
-                return (
-                    f"{told}: another one was started with another state file, and leads. End this one; or, if the"
-                    " other is lost, end this one, move its state file away and start it anew"
-                )
-            if await loop.run_in_executor(self._executor, self._store.rise_above, self.term, term):
-                self._outranked_by = max(self._outranked_by, term)
-                self._due.set()
-        except (sqlite3.Error, OSError, RuntimeError) as error:  # RuntimeError: this leadership ends just now
-            return f"{told}; its state file cannot be used now: {error}"
-        return f"{told}: it begins a higher one; come again"
+    async def _keep_lease(self) -> None:
+        """Renews the lease. While it cannot be renewed in time, hosts are heard, and nothing is decided, sent or
+        started: another supervisor may lead. What was held back is done when it is renewed."""
+        loop, problem = asyncio.get_running_loop(), ""
+        while True:
+            try:
+                await loop.run_in_executor(self._executor, self._lease.renew)
+            except StateUnavailable as error:
+                if not problem:
+                    logger.error("the lease cannot be renewed: %s; nothing is done once it has run out", error)
+                problem = str(error)
+            else:
+                problem = ""
+                if self._held_back:
+                    self._held_back = False
+                    self._act(self._heard)
+            await asyncio.sleep(self._lease.looks_every_s)
 
     async def _keep_looking(self) -> None:
         while True:
@@ -345,13 +329,10 @@ class Service:
 
     def _look(self) -> None:
         now_s, wall = self._clock(), time.time()
-        if self._outranked_by:
-            raise LeadershipLost("hosts obey a higher term")
-        if not self._lease.is_mine():
-            raise LeadershipLost("another supervisor leads")
-        if now_s - self._renewed_s >= self._lease.looks_every_s:
-            self._lease.renew()
-            self._renewed_s = now_s
+        if not self._lease.is_held():
+            self._held_back = True
+            self._actuator.carry_out({}, {})  # what it has begun is for the next leader to begin
+            return
         self._forgive_own_absence(now_s)
         self._give_up_late_steps(now_s, wall)
         if self.settings.enable_fault_injection and now_s >= self._inject_at_s:
@@ -455,8 +436,15 @@ class Service:
         for event in events:
             at = self.decided.workloads.get(event.workload)
             self._log(event, 0 if at is None else at.epoch)
+        self._act(concerned)
+
+    def _act(self, concerned: Iterable[str]) -> None:
+        """Tells hosts, and does itself, what is decided."""
         self._offer(concerned)
-        self._actuator.carry_out(self.decided.plans, self.decided.workloads)
+        if self._lease.is_held():
+            self._actuator.carry_out(self.decided.plans, self.decided.workloads)
+        else:
+            self._held_back = True
 
     async def _write(self, changes: Changes, hosts: dict[str, Host | None], events: Sequence[HistoryEvent]) -> None:
         loop, delay_s = asyncio.get_running_loop(), _RETRY_S
@@ -465,14 +453,10 @@ class Service:
             began_s = time.monotonic()
             try:
                 await loop.run_in_executor(self._executor, self._store.commit, self.term, changes, hosts, events)
-            except (sqlite3.Error, OSError) as error:
+            except StateUnavailable as error:
                 self.counts.commit_failures += 1
                 if not self.store_problem:
-                    logger.error(
-                        "the state file %s cannot be written: %s; what is decided waits until it can",
-                        self._store.path,
-                        error,
-                    )
+                    logger.error("%s; what is decided waits until it can be written", error)
                 self.store_problem = str(error)
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._stopped.wait(), delay_s)
@@ -525,8 +509,8 @@ class Service:
         Args:
             again: sends it also if it has not changed.
         """
-        if not self._lease.is_mine():
-            self._due.set()  # the next look raises LeadershipLost
+        if not self._lease.is_held():
+            self._held_back = True
             return
         for host in hosts:
             heard = self._heard.get(host)

@@ -153,7 +153,7 @@ class SupervisorSettings(_Strict):
         shared_token: file with one token for all monitors.
         operator_token: file with the token of those who may look, drain and stop.
         events: folder for the event log; "": none is written.
-        lease_s: a leader that has shown no sign of life for this many seconds is replaced.
+        lease_s: a leader that has not renewed its lease for this many seconds is replaced.
         handshake_timeout_s: seconds that a client has to say who it is.
         most_connections: at the same time.
     """

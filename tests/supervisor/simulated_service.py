@@ -61,6 +61,9 @@ class Journal:
         self.dies, self.dies_at = "", 0
         self.transitions: list[tuple[Plan, Plan]] = []
 
+    def fence(self, term: int) -> None:
+        return
+
     def load(self) -> Stored:
         return Stored(
             workloads=list(self.workloads.values()),
@@ -102,7 +105,7 @@ class Journal:
 class Leads:
     looks_every_s = 1.0
 
-    def is_mine(self) -> bool:
+    def is_held(self) -> bool:
         return True
 
     def renew(self) -> None:

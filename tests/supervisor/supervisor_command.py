@@ -21,7 +21,7 @@ import psutil
 
 from resiliency.cli.main import main
 from resiliency.settings import replace_variables
-from resiliency.supervisor.store import Store
+from resiliency.supervisor.sqlite_store import SqliteStore
 from resiliency.testing.zygote import Zygote
 
 from .fake_monitors import PERIOD_S, TIMEOUT_S, until
@@ -133,7 +133,7 @@ def run(work: Any) -> None:
 
 
 def stored(folder: Path) -> tuple[Any, list[Any]]:
-    store = Store(str(folder / "supervisor.db"))
+    store = SqliteStore(str(folder / "supervisor.db"))
     try:
         found = store.load()
         # It leads a moment before it has written them down.

@@ -20,7 +20,7 @@ from resiliency.cli.inject import main as inject
 from resiliency.errors import ConfigError
 from resiliency.supervisor.client import OperatorClient
 from resiliency.supervisor.local_cluster import _locked
-from resiliency.supervisor.store import Store
+from resiliency.supervisor.sqlite_store import SqliteStore
 from tests.networks import has_route_to, network_of, processes_in
 from tests.processes import descendant_pids, wait_ended
 
@@ -101,7 +101,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
 
 
 def epoch_of(run: Run) -> int:
-    store = Store(str(run.state / "supervisor.db"))
+    store = SqliteStore(str(run.state / "supervisor.db"))
     try:
         return store.load().workloads[0].epoch
     finally:

@@ -36,8 +36,8 @@ from resiliency.supervisor.model import (
 )
 from resiliency.supervisor.sensor import SensorSettings
 from resiliency.supervisor.server import Supervisor
-from resiliency.supervisor.settings import HangSettings, StragglerSettings
-from resiliency.supervisor.store import Store
+from resiliency.supervisor.settings import HangSettings, HookSettings, StragglerSettings
+from resiliency.supervisor.sqlite_store import SqliteStore, StateFileGone
 
 from .fake_monitors import PERIOD_S, TIMEOUT_S, FakeMonitor, asked, job, leading, monitors, settings, until, url_of
 
@@ -179,7 +179,7 @@ def test_a_workload_that_was_added_to_the_file_keeps_hosts_from_the_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not stored yet when the hosts of the one that is completed come again."""
-    disk, commit = threading.Event(), Store.commit
+    disk, commit = threading.Event(), SqliteStore.commit
 
     async def work() -> None:
         async with leading(settings(tmp_path, job(replicas=1))) as supervisor:
@@ -187,7 +187,7 @@ def test_a_workload_that_was_added_to_the_file_keeps_hosts_from_the_beginning(
                 await until(lambda: is_running(supervisor))
                 a.ended = True
                 await until(lambda: a.desired.completed)
-        monkeypatch.setattr(Store, "commit", lambda *given: disk.wait(10) and commit(*given))
+        monkeypatch.setattr(SqliteStore, "commit", lambda *given: disk.wait(10) and commit(*given))
         async with leading(settings(tmp_path, job(replicas=1), job(name="more", replicas=1))) as supervisor:
             async with FakeMonitor(url_of(supervisor), "a") as a:
                 try:
@@ -468,6 +468,53 @@ def test_a_disk_that_fails_is_said_and_tried_again(tmp_path: Path) -> None:
     run(work)
 
 
+def test_a_leader_that_cannot_renew_its_lease_ends_what_it_does_and_goes_on_once_it_can(tmp_path: Path) -> None:
+    """For as long another one might lead. Nobody does here, so that it is the same term."""
+    script = (
+        f"cd {tmp_path}; trap 'echo ended >>did; exit 1' TERM; echo begun >>did; until test -e go; do sleep 0.05; done"
+    )
+
+    def did() -> list[str]:
+        return (tmp_path / "did").read_text().split() if (tmp_path / "did").exists() else []
+
+    async def work() -> None:
+        made = settings(tmp_path, hook=HookSettings(command=["sh", "-c", script]), lease_s=0.5)
+        async with leading(made) as supervisor, monitors(url_of(supervisor), "a", "b") as (a, b):
+            await until(lambda: did() == ["begun"])
+            assert supervisor.service is not None
+            service, term = supervisor.service, supervisor.service.term
+            faultpoints.arm("supervisor.lease.write:full@*")
+            try:
+                await until(lambda: did() == ["begun", "ended"])
+                status, text = await asked(supervisor, "/readyz")
+                assert status == 503 and "not renewed in time" in text
+                assert (await asked(supervisor, "/v1/hosts/a/drain", method="POST"))[0] == 503
+                assert (await asked(supervisor, "/v1/status"))[0] == 200
+                said = len(a.desires)
+                await asyncio.sleep(4 * PERIOD_S)
+                assert did() == ["begun", "ended"] and len(a.desires) == said
+            finally:
+                faultpoints.arm("")
+            await until(lambda: did() == ["begun", "ended", "begun"])
+            (tmp_path / "go").touch()
+            await until(lambda: is_running(supervisor) and a.place is not None and b.place is not None)
+            assert supervisor.service is service and service.term == term and remedies(supervisor) == ["scale_up"]
+
+    run(work)
+
+
+def test_a_state_file_that_is_removed_ends_the_leader_with_what_to_do(tmp_path: Path) -> None:
+    async def work() -> None:
+        with pytest.raises(StateFileGone, match="was removed.*Start the supervisor again"):
+            async with leading(settings(tmp_path, lease_s=0.5)) as supervisor, monitors(url_of(supervisor), "a", "b"):
+                await until(lambda: is_running(supervisor))
+                (tmp_path / "supervisor.db").unlink()
+                await until(lambda: supervisor.service is None)
+        assert not (tmp_path / "supervisor.db").exists()
+
+    run(work)
+
+
 def test_a_dry_run_says_what_it_would_do(tmp_path: Path) -> None:
     async def work() -> None:
         async with leading(settings(tmp_path, dry_run=True)) as supervisor, monitors(url_of(supervisor), "a", "b"):
@@ -570,9 +617,8 @@ def test_a_supervisor_that_did_not_run_blames_nobody_for_a_late_step(
 
 def test_hosts_that_were_silent_before_a_restart_are_not_waited_for(tmp_path: Path) -> None:
     async def work() -> None:
-        store = Store(str(tmp_path / "supervisor.db"))
-        term = store.take_over(store.term(), "test")
-        assert term is not None
+        store, term = SqliteStore(str(tmp_path / "supervisor.db")), 1
+        store.fence(term)
         gone = {
             name: Host(name=name, incarnation="1", state=HostState.SILENT, heard_s=0.0) for name in ("x", "y", "needed")
         }
