@@ -6,22 +6,11 @@ import os
 import select
 import signal
 import socket
-import struct
 from types import TracebackType
 
-__all__ = ["Peer", "pid_and_user"]
+from resiliency.peer_credentials import pid_and_user
 
-#: Format of the value of SO_PEERCRED: pid, user, group.
-_CREDENTIALS = struct.Struct("3i")
-
-
-def pid_and_user(connection: socket.socket) -> tuple[int, int]:
-    """Process id and user of the process that connected; on the connecting side, of the one that listens.
-
-    The pid is 0 when the process is in another pid namespace.
-    """
-    pid, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return pid, user
+__all__ = ["Peer"]
 
 
 class Peer:

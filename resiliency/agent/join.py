@@ -24,6 +24,7 @@ from resiliency.agent._fence import Fence
 from resiliency.errors import AgentError, CorruptShard
 from resiliency.regular_file import open_regular, opened
 from resiliency.storage.catalog import StepListing, step_prefix
+from resiliency.storage.file_end import NO_LOCKS
 from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, record_file
 from resiliency.storage.own_record import joined_tail, tail_digests
 from resiliency.storage.tiers.local import LocalTier
@@ -35,7 +36,6 @@ logger = logging.getLogger(__name__)
 #: Seconds to wait for another agent that changes the same file; it takes milliseconds, unless it was stopped.
 _LOCK_S = 1.0
 #: Errors of file systems without locks.
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 #: Most bytes of per-rank data; a step with more stays in several files, because joining writes that data twice.
 _MOST_BYTES = 64 << 20
 
@@ -99,7 +99,7 @@ def _lock(fd: int, path: str) -> bool:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in _NO_LOCKS:
+            if error.errno in NO_LOCKS:
                 return False
             if error.errno != errno.EWOULDBLOCK:
                 raise

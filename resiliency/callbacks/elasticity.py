@@ -15,7 +15,7 @@ from resiliency.callbacks._step_hooks import StepHooks
 from resiliency.callbacks._trainer_session import places_loaders
 from resiliency.errors import ConfigError
 from resiliency.plugins import _lightning
-from resiliency.plugins.elastic_data import Dealing, Position, dealing_of, make_reproducible, place_rest
+from resiliency.plugins.elastic_data import Dealing, EpochPosition, dealing_of, make_reproducible, place_rest
 from resiliency.plugins.elastic_progress import (
     begin_epoch,
     data_parallel_ranks,
@@ -96,7 +96,7 @@ class ContinuesAtAnySize(StepHooks):
         self._began_with: dict[str, int] = {}
         self._rates: list[Rate] = []
         self._factor = 1.0
-        self._position: Position | None = None
+        self._position: EpochPosition | None = None
         self._restored = False  # _position comes from a checkpoint, and the loader is not placed there yet
         self._trains = False
         self._sampler: Any = None  # sampler of the train loader
@@ -139,7 +139,7 @@ class ContinuesAtAnySize(StepHooks):
         self._factor = state_dict["factor"]
         self._rates = [Rate(base=base, placed=placed) for base, placed in state_dict["rates"]]
         position = state_dict["position"]
-        self._position = None if position is None else Position(**position)
+        self._position = None if position is None else EpochPosition(**position)
         self._restored = self._position is not None
         if self._trainer is not None:
             self._set_accumulation(self._trainer)  # now, because configure_optimizers may compute the number of steps
@@ -320,7 +320,7 @@ class ContinuesAtAnySize(StepHooks):
         dealing = self._rest if self._rest is not None and self._rest_epoch == epoch else whole
         done -= whole.batches - dealing.batches
         taken_up = self._position if dealing is self._rest else None
-        self._position = Position(
+        self._position = EpochPosition(
             epoch=epoch,
             seen=dealing.seen_after(done),
             begun_at=dealing.begun_at,

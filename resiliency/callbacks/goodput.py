@@ -28,7 +28,7 @@ __all__ = ["GoodputCallback", "build"]  # noqa: F822 - GoodputCallback is built 
 SHOW_EVERY = timedelta(seconds=1)
 
 
-class RunningGoodput(StepHooks):
+class ShowsGoodput(StepHooks):
     """Writes the events of every step to the event log and shows the productive share of this process's time.
 
     The share counts from the setup of the fit: start-up, restore, data wait and checkpoint stalls lower it. It does not
@@ -156,7 +156,7 @@ class RunningGoodput(StepHooks):
         events.writer.close()
 
 
-_adapter = AdapterClass(__name__, "GoodputCallback", RunningGoodput, base="callbacks:Callback")
+_adapter = AdapterClass(__name__, "GoodputCallback", ShowsGoodput, base="callbacks:Callback")
 build = _adapter.build
 
 

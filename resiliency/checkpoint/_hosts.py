@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from resiliency.events import boot_id
+
 __all__ = ["host_names", "place_of"]
 
 
@@ -17,12 +19,10 @@ def place_of(directory: str) -> str:
     """
     found = os.stat(directory)
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
         network = os.stat("/proc/self/ns/net").st_ino  # abstract sockets belong to a network namespace
     except OSError:
-        boot, network = "", 0
-    return f"{boot}:{network}:{found.st_dev}:{found.st_ino}"
+        network = 0
+    return f"{boot_id()}:{network}:{found.st_dev}:{found.st_ino}"
 
 
 def host_names(named: Sequence[tuple[str, str]]) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ __all__ = [
     "HeldBoxes",
     "InventoryReport",
     "ProblemReport",
-    "RankReport",
+    "RankJoin",
     "SharedFolder",
     "gather",
 ]
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankReport:
+class RankJoin:
     """The first message of a rank in an attempt.
 
     Attributes:

@@ -17,7 +17,7 @@ from resiliency.spans import Span, traced
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 
-__all__ = ["FinishedTrace", "Moment", "SaveTrace"]
+__all__ = ["FinishedTrace", "Instant", "SaveTrace"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _LAST_WORDS_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
+class Instant:
     """Something that happened at one time; fields as in :class:`Span`."""
 
     name: str
@@ -51,7 +51,7 @@ class FinishedTrace:
     rank: int
     pid: int
     spans: tuple[Span, ...]
-    moments: tuple[Moment, ...]
+    moments: tuple[Instant, ...]
     outcome: str
 
 
@@ -75,7 +75,7 @@ class SaveTrace:
         self._lock = threading.RLock()  # entered in native code, see resiliency.agent.client
         self._changed = threading.Condition(self._lock)
         self._spans: list[Span] = []
-        self._moments: list[Moment] = []
+        self._moments: list[Instant] = []
         self._awaited: dict[str, Stage] | None = None  # last stage of each tier not done yet; None: not begun
         self._outcome = ""  # "" until the trace is over
         self._last_words = False
@@ -110,7 +110,7 @@ class SaveTrace:
         """Ends the trace: the save has failed, or nobody waits for it any more. Idempotent. Blocks: no."""
         with self._lock:
             if not self._outcome:
-                self._moments.append(Moment(name="ended", at_ns=time.monotonic_ns(), facts={"reason": reason}))
+                self._moments.append(Instant(name="ended", at_ns=time.monotonic_ns(), facts={"reason": reason}))
                 self._outcome = reason
                 self._changed.notify_all()
 
@@ -155,13 +155,13 @@ class SaveTrace:
                 self._reached(message, now)
             elif isinstance(message, Failed) and not message.retrying:
                 facts = {"tier": message.tier, "reason": message.reason}
-                self._moments.append(Moment(name="failed", at_ns=now, facts=facts))
+                self._moments.append(Instant(name="failed", at_ns=now, facts=facts))
                 self._over(message.tier, f"failed on {message.tier}: {message.reason}")
             self._changed.notify_all()
 
     def _reached(self, message: Committed | Durable, now: int) -> None:
         stage = Stage.COMMITTED if isinstance(message, Committed) else Stage.DURABLE
-        self._moments.append(Moment(name=str(stage), at_ns=now, facts={"tier": message.tier}))
+        self._moments.append(Instant(name=str(stage), at_ns=now, facts={"tier": message.tier}))
         if message.tier == LOCAL and stage is Stage.COMMITTED:
             self._add_wait(now)
         awaited = self._awaited or {}

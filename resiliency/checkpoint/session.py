@@ -18,7 +18,7 @@ from resiliency.checkpoint._hosts import host_names, place_of
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.lineage import Lineage
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
-from resiliency.checkpoint.rank_messages import AgentReady, RankReport, SharedFolder, gather
+from resiliency.checkpoint.rank_messages import AgentReady, RankJoin, SharedFolder, gather
 from resiliency.checkpoint.shard_plan import HostPart
 from resiliency.errors import DirectoryInUse, TierError, UnsupportedFormat
 from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
@@ -165,7 +165,7 @@ def open_session(
                 line = max(line, int(time.time()))
                 if not error.retryable:
                     logger.error("%s cannot be used: %s. Local checkpoints are written all the same", tier.root, error)
-    own_report = RankReport(
+    own_report = RankJoin(
         node=environment.node,
         place=place,
         largest_attempt=largest,

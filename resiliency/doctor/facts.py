@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from resiliency.doctor.mounts import Mount, mount_of
 
-__all__ = ["Folder", "Host", "Remote", "examine_folder", "examine_host", "examine_remote"]
+__all__ = ["Folder", "HostFacts", "Remote", "examine_folder", "examine_host", "examine_remote"]
 
 Value = TypeVar("Value")
 
@@ -78,7 +78,7 @@ class Remote:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class HostFacts:
     """This machine, or this container.
 
     Attributes:
@@ -110,14 +110,14 @@ class Host:
     variables: tuple[str, ...]
 
 
-def examine_host(variables: dict[str, str]) -> Host:
+def examine_host(variables: dict[str, str]) -> HostFacts:
     """Asks the kernel, the resolver and the installed packages. Blocks: as long as the resolver takes.
 
     Args:
         variables: of the environment.
     """
     open_files, locked = resource.getrlimit(resource.RLIMIT_NOFILE)[0], resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return Host(
+    return HostFacts(
         python=(sys.version_info.major, sys.version_info.minor, sys.version_info.micro),
         kernel=_kernel(),
         packages=_versions(),

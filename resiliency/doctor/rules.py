@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from resiliency.doctor.facts import Folder, Host, Remote
+from resiliency.doctor.facts import Folder, HostFacts, Remote
 
 __all__ = ["HostFinding", "Verdict", "judge_folder", "judge_host", "judge_ports", "judge_ramdisk", "judge_remote"]
 
@@ -56,7 +56,7 @@ class HostFinding:
     remedy: str = ""
 
 
-def judge_host(host: Host) -> Iterator[HostFinding]:
+def judge_host(host: HostFacts) -> Iterator[HostFinding]:
     """Findings on the interpreter, packages, kernel, limits, clock and names."""
     yield _python(host)
     yield _torch(host)
@@ -74,7 +74,7 @@ def judge_host(host: Host) -> Iterator[HostFinding]:
         yield HostFinding(check="NVRx", verdict=Verdict.NOTE, found=found)
 
 
-def _python(host: Host) -> HostFinding:
+def _python(host: HostFacts) -> HostFinding:
     found = ".".join(map(str, host.python))
     if host.python < (3, 10):
         return HostFinding(
@@ -90,7 +90,7 @@ def _python(host: Host) -> HostFinding:
     return HostFinding(check="Python", verdict=Verdict.OK, found=found)
 
 
-def _torch(host: Host) -> HostFinding:
+def _torch(host: HostFacts) -> HostFinding:
     found = host.packages.get("torch")
     if found is None:
         return HostFinding(
@@ -103,7 +103,7 @@ def _torch(host: Host) -> HostFinding:
     return HostFinding(check="torch", verdict=Verdict.OK, found=found)
 
 
-def _lightning(host: Host) -> Iterator[HostFinding]:
+def _lightning(host: HostFacts) -> Iterator[HostFinding]:
     installed = {name: host.packages[name] for name in ("lightning", "pytorch-lightning") if name in host.packages}
     if not installed:
         yield HostFinding(
@@ -157,7 +157,7 @@ _NEEDED_FOR = {
 }
 
 
-def _kernel(host: Host) -> Iterator[HostFinding]:
+def _kernel(host: HostFacts) -> Iterator[HostFinding]:
     found = ".".join(map(str, host.kernel))
     if not host.lacks:
         yield HostFinding(check="kernel", verdict=Verdict.OK, found=f"Linux {found}")
@@ -171,7 +171,7 @@ def _kernel(host: Host) -> Iterator[HostFinding]:
         )
 
 
-def _cores(host: Host) -> HostFinding:
+def _cores(host: HostFacts) -> HostFinding:
     if host.cores < 2:
         return HostFinding(
             check="cores",
@@ -182,7 +182,7 @@ def _cores(host: Host) -> HostFinding:
     return HostFinding(check="cores", verdict=Verdict.OK, found=f"{host.cores:g}")
 
 
-def _limits(host: Host) -> HostFinding:
+def _limits(host: HostFacts) -> HostFinding:
     locked = "no limit" if host.locked_bytes is None else _size(host.locked_bytes)
     found = f"{host.open_files} open files, {locked} of locked memory"
     if host.open_files < _OPEN_FILES:
@@ -199,7 +199,7 @@ def _limits(host: Host) -> HostFinding:
     return HostFinding(check="limits", verdict=Verdict.OK, found=found)
 
 
-def _clock(host: Host) -> HostFinding:
+def _clock(host: HostFacts) -> HostFinding:
     if host.clock_synchronised is False:
         return HostFinding(
             check="clock",
@@ -211,7 +211,7 @@ def _clock(host: Host) -> HostFinding:
     return HostFinding(check="clock", verdict=Verdict.OK, found=said[host.clock_synchronised])
 
 
-def _names(host: Host) -> HostFinding:
+def _names(host: HostFacts) -> HostFinding:
     if host.name_seconds >= _SLOW_NAMES_S:
         return HostFinding(
             check="names",
@@ -222,7 +222,7 @@ def _names(host: Host) -> HostFinding:
     return HostFinding(check="names", verdict=Verdict.OK, found=f"127.0.0.1 in {1000 * host.name_seconds:.0f} ms")
 
 
-def _variables(host: Host) -> Iterator[HostFinding]:
+def _variables(host: HostFacts) -> Iterator[HostFinding]:
     unknown = [name for name in host.variables if name not in KNOWN_VARIABLES]
     if unknown:
         yield HostFinding(
@@ -235,7 +235,7 @@ def _variables(host: Host) -> Iterator[HostFinding]:
         yield HostFinding(check="variables", verdict=Verdict.OK, found=", ".join(host.variables))
 
 
-def judge_folder(folder: Folder, host: Host, *, state_bytes: int) -> Iterator[HostFinding]:
+def judge_folder(folder: Folder, host: HostFacts, *, state_bytes: int) -> Iterator[HostFinding]:
     """Findings on the folder that checkpoints are written to.
 
     Args:
@@ -279,7 +279,7 @@ def _sharing(folder: Folder) -> str:
     return "of this host: with several hosts each gets a whole checkpoint"
 
 
-def _pages(folder: Folder, host: Host, check: str) -> Iterator[HostFinding]:
+def _pages(folder: Folder, host: HostFacts, check: str) -> Iterator[HostFinding]:
     if folder.mount.copies_on_write or folder.mount.kind == "overlay":
         found = (
             f"{folder.mount.kind}: files are written, not mapped, and a save takes a second copy of memory bandwidth"
@@ -292,7 +292,7 @@ def _pages(folder: Folder, host: Host, check: str) -> Iterator[HostFinding]:
         yield HostFinding(check=check, verdict=Verdict.NOTE, found=found, remedy="XFS has them, where you can choose")
 
 
-def judge_ramdisk(folder: Folder, host: Host, *, state_bytes: int) -> Iterator[HostFinding]:
+def judge_ramdisk(folder: Folder, host: HostFacts, *, state_bytes: int) -> Iterator[HostFinding]:
     """Findings on the ramdisk, where the fastest tier may lie.
 
     Args:
@@ -331,7 +331,7 @@ def judge_remote(remote: Remote) -> HostFinding:
     return HostFinding(check=check, verdict=Verdict.OK, found=found)
 
 
-def judge_ports(host: Host, port: int, *, free: bool) -> HostFinding:
+def judge_ports(host: HostFacts, port: int, *, free: bool) -> HostFinding:
     """A finding on the port at which ranks meet (``MASTER_PORT``)."""
     check, (first, last) = f"port {port}", host.ephemeral
     if not free:

@@ -33,7 +33,7 @@ from resiliency.events import EventKind
 from resiliency.launch.attempt_stores import AttemptStores
 from resiliency.launch.exit_codes import PREEMPTED
 from resiliency.launch.fresh import parse_command
-from resiliency.launch.hang_watch import HangWatch
+from resiliency.launch.hang_watch import HangKiller
 from resiliency.launch.job_log import JobLog
 from resiliency.launch.preload import modules_to_preload
 from resiliency.launch.processes import pidfds_of, reap_others, wait_for_any
@@ -115,7 +115,7 @@ class StandbyAgent(LocalElasticAgent):
         self._log = JobLog()
         self._log.emit(EventKind.LAUNCHER_STARTED)
         self._links = RankLinks(fork=self._fork, log=self._log_is_at)
-        self._hangs = HangWatch(self._links, floor_s=options.hang_timeout_s, report=self._log_hang)
+        self._hangs = HangKiller(self._links, floor_s=options.hang_timeout_s, report=self._log_hang)
         #: Ranks that were killed in this attempt because they hung.
         self._hung: set[int] = set()
         #: A rank of this host ended with PREEMPTED: it was told to go, and has left after a save.

@@ -14,7 +14,7 @@ from resiliency.launch.rank_handlers import kill_group
 from resiliency.launch.rank_links import RankLinks
 from resiliency.launch.rank_sights import STACKS_S, RankSights, ask_for_stacks
 
-__all__ = ["HangWatch"]
+__all__ = ["HangKiller"]
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _BETWEEN_S = 1.0
 
 
-class HangWatch:
+class HangKiller:
     """Checks the ranks of this host for hangs. Thread: one.
 
     Args:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from resiliency.errors import ConfigError
+from resiliency.events import boot_id
 from resiliency.launch.heartbeat_page import PAGE_BYTES, WORDS_BYTES, Page, PageWriter
 from resiliency.settings import environment
 
@@ -85,7 +86,7 @@ class HeartbeatFile(PageWriter):
             "run": settings.run,
             "began": time.time(),
             "began_monotonic": time.monotonic(),
-            "boot": _boot(),
+            "boot": boot_id(),
             "pid_namespace": _pid_namespace(),
         }
         text = json.dumps(about).encode()
@@ -139,7 +140,7 @@ def _read(path: Path) -> Iterator[RankHeartbeat]:
             with mmap.mmap(file.fileno(), PAGE_BYTES, access=mmap.ACCESS_READ) as mapping:
                 about = json.loads(mapping[WORDS_BYTES:].rstrip(b"\0"))
                 page = Page.read(mapping)
-        same_clock = about["boot"] == _boot()
+        same_clock = about["boot"] == boot_id()
         since = page.last_s or about["began_monotonic"]
         yield RankHeartbeat(
             rank=int(about["rank"]),
@@ -182,11 +183,6 @@ def _process_started(pid: int) -> int:
     process, because ids are reused."""
     fields = _stat(pid)
     return int(fields[19]) if fields is not None else 0
-
-
-def _boot() -> str:
-    """Id of the current boot of this host; monotonic times compare only within one boot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _pid_namespace() -> str:

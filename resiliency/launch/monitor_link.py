@@ -6,18 +6,17 @@ import logging
 import os
 import random
 import socket
-import struct
 import time
 from collections.abc import Hashable, Mapping
 from typing import Any
 
 from resiliency.launch.channel import receive, send
+from resiliency.peer_credentials import pid_and_user
 
 __all__ = ["MonitorLink"]
 
 logger = logging.getLogger(__name__)
 
-_UCRED = struct.Struct("3i")  # process, user and group id
 #: Least and most seconds between two attempts to connect. Nothing tells when the monitor listens again.
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.05, 1.0
 
@@ -154,7 +153,7 @@ class MonitorLink:
             connection.close()
             self._retry(f"it cannot be reached ({error.strerror})")
             return
-        pid, user, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        pid, user = pid_and_user(connection)
         if user != os.getuid():
             connection.close()
             self._retry(

@@ -7,7 +7,6 @@ import mmap
 import os
 import secrets
 import socket
-import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,12 +16,12 @@ from typing import Any
 from resiliency.launch.channel import receive, send
 from resiliency.launch.heartbeat import Page
 from resiliency.launch.heartbeat_page import PAGE_BYTES, SaveWords, WorkWords
+from resiliency.peer_credentials import pid_and_user
 
 __all__ = ["RankLink", "RankLinks"]
 
 logger = logging.getLogger(__name__)
 
-_UCRED = struct.Struct("3i")  # process, user and group id
 _BACKLOG = 256
 #: Seconds for a rank that waits for its next attempt to begin it; a busy machine may need more.
 _BEGIN_S = 5.0
@@ -112,7 +111,7 @@ class RankLinks:
                     pass
 
     def _accept(self, connection: socket.socket) -> None:
-        pid, user, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        pid, user = pid_and_user(connection)
         try:
             group = os.getpgid(pid)
         except ProcessLookupError:

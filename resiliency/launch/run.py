@@ -16,13 +16,13 @@ from resiliency.launch.exit_codes import PREEMPTED
 from resiliency.paths import absolute_path
 from resiliency.settings import all_variables, set_variable
 
-__all__ = ["EXIT_GAVE_UP", "LocalCluster", "main", "make_parser"]
+__all__ = ["EXIT_GAVE_UP", "RunLocalCluster", "main", "make_parser"]
 
 logger = logging.getLogger(__name__)
 
 #: Runs a job with ``--spares``. Takes the parser, the parsed arguments, and the words before the script; returns the
 #: exit status.
-LocalCluster = Callable[[argparse.ArgumentParser, argparse.Namespace, Sequence[str]], int]
+RunLocalCluster = Callable[[argparse.ArgumentParser, argparse.Namespace, Sequence[str]], int]
 #: Exit status when all restarts are used up.
 EXIT_GAVE_UP = 3
 #: Torch's flags for how hosts find each other.
@@ -35,7 +35,7 @@ _PORT_OF_ALL_JOBS = 29500
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
-def main(words: Sequence[str], *, local_cluster: LocalCluster | None = None) -> int:
+def main(words: Sequence[str], *, local_cluster: RunLocalCluster | None = None) -> int:
     """Runs a job on this host. Blocks: until it has ended. Thread: main.
 
     Args:

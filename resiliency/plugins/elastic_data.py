@@ -25,11 +25,11 @@ from torch.utils.data.distributed import DistributedSampler
 from resiliency.errors import ConfigError
 from resiliency.plugins.resume.loader_recorder import is_stateful
 
-__all__ = ["Dealing", "Position", "deal", "dealing_of", "epoch_order", "make_reproducible", "place_rest"]
+__all__ = ["Dealing", "EpochPosition", "deal", "dealing_of", "epoch_order", "make_reproducible", "place_rest"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Position:
+class EpochPosition:
     """The position in an epoch, as it is stored in a checkpoint.
 
     Attributes:
@@ -183,7 +183,7 @@ class _RestFirst(DistributedSampler[Any]):
     Its length is always that of a whole epoch, because :class:`ElasticityCallback` sets Lightning's counters to match.
     """
 
-    position: Position
+    position: EpochPosition
     dealing: Dealing
 
     def __iter__(self) -> Iterator[Any]:
@@ -194,7 +194,7 @@ class _RestFirst(DistributedSampler[Any]):
         return iter(deal(order, self.dealing, self.rank))
 
 
-def place_rest(loader: Any, position: Position, dealing: Dealing) -> Callable[[], None]:
+def place_rest(loader: Any, position: EpochPosition, dealing: Dealing) -> Callable[[], None]:
     """Makes the loader begin with the rest of the epoch of ``position``, as ``dealing`` deals it. Returns the undo."""
     sampler = loader.sampler
     # Changed in place, because Lightning and the loader hold this object.

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 #: An offset beyond the end of any file. The process that extends the file holds a lock on this byte.
 _GROWING = 1 << 62
-_NO_LOCKS = (errno.ENOLCK, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+NO_LOCKS = (errno.ENOLCK, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 #: Seconds between two tries: the kernel cannot wait for a lock with a deadline.
 _LOOK_S = 0.01
@@ -41,7 +41,7 @@ def _try_lock(fd: int, kind: int, start: int, length: int) -> bool | None:
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False
-        if error.errno in _NO_LOCKS:
+        if error.errno in NO_LOCKS:
             return None
         raise
     return True

@@ -31,11 +31,11 @@ from resiliency.supervisor.model import (
     WorkloadSpec,
     WorkloadState,
 )
-from resiliency.supervisor.plain_text import plain_text
 from resiliency.supervisor.plans import make_plan, save_step
 from resiliency.supervisor.policy import DefaultPolicy, Policy, Situation, problem_of
 from resiliency.supervisor.running_goodput import GoodputWatch, RunningGoodput
 from resiliency.supervisor.sensor import Sensor
+from resiliency.telemetry.plain_text import plain_line
 
 __all__ = ["Changes", "Controller", "ControllerSettings"]
 
@@ -991,7 +991,7 @@ def _checked(answer: object) -> Remedy | None:
         return None
     if isinstance(answer.out, str) or not all(isinstance(host, str) for host in answer.out):
         return None
-    return Remedy(kind=RemedyKind(answer.kind), out=tuple(answer.out), reason=plain_text(str(answer.reason or "")))
+    return Remedy(kind=RemedyKind(answer.kind), out=tuple(answer.out), reason=plain_line(str(answer.reason or "")))
 
 
 def _cause(incident: Incident) -> str:

@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 from resiliency.errors import AgentError, ConfigError
 from resiliency.launch.channel import receive, send
 from resiliency.launch.heartbeat_files import read_heartbeats
+from resiliency.peer_credentials import pid_and_user
 from resiliency.regular_file import open_regular
 from resiliency.storage.manifest import MANIFEST, META_DIR
 from resiliency.supervisor.launcher_process import find_launcher
@@ -118,7 +118,7 @@ class Target:
             end.settimeout(_ANSWER_S)
             try:
                 end.connect("\0" + name)
-                _, user, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+                _, user = pid_and_user(end)
                 if user != os.getuid():
                     raise ConfigError(f"the monitor of {self.state_dir} is of another user")
                 send(end, message)

@@ -7,19 +7,18 @@ import errno
 import logging
 import os
 import socket
-import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from resiliency.errors import AgentError, ConfigError
 from resiliency.launch.channel import send
+from resiliency.peer_credentials import pid_and_user
 from resiliency.supervisor.launcher_messages import Control, FromLauncher, read_message
 
 __all__ = ["LauncherLink"]
 
 logger = logging.getLogger(__name__)
 
-_UCRED = struct.Struct("3i")  # process id, user id, group id
 _BACKLOG = 16
 #: Most other connections at a time; each carries one control message and is closed.
 _MOST_CONNECTIONS = 32
@@ -87,8 +86,7 @@ class LauncherLink:
                 logger.warning("a connection to %s was not taken: %s", self.name, error)
             return
         connection.setblocking(False)
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        pid, user, _ = _UCRED.unpack(credentials)
+        pid, user = pid_and_user(connection)
         if user != os.getuid():
             logger.warning("process %d of user %d has connected to %s and is refused", pid, user, self.name)
             connection.close()

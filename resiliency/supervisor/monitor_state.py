@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from resiliency.errors import ConfigError
+from resiliency.events import boot_id
 from resiliency.regular_file import open_regular
 from resiliency.storage.typed_json import from_jsonable, to_jsonable
 
@@ -257,9 +258,3 @@ def _frozen(state: MonitorState) -> Remembered:
 def _shorten(values: dict[Any, Any], most: int) -> None:
     while len(values) > most:
         del values[next(iter(values))]
-
-
-def boot_id() -> str:
-    """Id of this boot of this host."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["GoodputWatch", "RunningGoodput", "Trained"]
+__all__ = ["GoodputWatch", "RunningGoodput", "Stretch"]
 
 #: Most stretches of training that are kept apart; beyond that the oldest are joined.
 _MOST = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class Stretch:
     """A stretch of consecutive steps of one epoch.
 
     Attributes:
@@ -41,7 +41,7 @@ class RunningGoodput:
     """
 
     total_s: float = 0.0
-    trained: tuple[Trained, ...] = ()
+    trained: tuple[Stretch, ...] = ()
     at: float = 0.0
 
     @property
@@ -65,10 +65,10 @@ class RunningGoodput:
             gone_on = replace(last, last=max(step, last.last), seconds=last.seconds + max(0.0, seconds))
             return replace(self, trained=(*self.trained[:-1], gone_on))
         kept = tuple(found for one in self.trained if (found := _until(one, step)) is not None)
-        return replace(self, trained=_joined((*kept, Trained(epoch=epoch, first=step, last=step))))
+        return replace(self, trained=_joined((*kept, Stretch(epoch=epoch, first=step, last=step))))
 
 
-def _until(one: Trained, step: int) -> Trained | None:
+def _until(one: Stretch, step: int) -> Stretch | None:
     """The part of a stretch that is kept when training continues from ``step``; None when none is."""
     if step < 0 or one.last <= step:
         return one
@@ -77,11 +77,11 @@ def _until(one: Trained, step: int) -> Trained | None:
     return replace(one, last=step, seconds=one.seconds * (step - one.first) / (one.last - one.first))
 
 
-def _joined(trained: tuple[Trained, ...]) -> tuple[Trained, ...]:
+def _joined(trained: tuple[Stretch, ...]) -> tuple[Stretch, ...]:
     if len(trained) <= _MOST:
         return trained
     one, other, *rest = trained
-    joined = Trained(epoch=other.epoch, first=one.first, last=other.last, seconds=one.seconds + other.seconds)
+    joined = Stretch(epoch=other.epoch, first=one.first, last=other.last, seconds=one.seconds + other.seconds)
     return joined, *rest
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp.http_exceptions import HttpProcessingError
 
-from resiliency.supervisor.plain_text import plain_text
+from resiliency.telemetry.plain_text import plain_line
 
 __all__ = ["SaidRarely", "ServerLog"]
 
@@ -36,7 +36,7 @@ class SaidRarely:
             self._counts[sender] += 1
         elif len(self._counts) < _MOST:
             self._counts[sender] = 1
-            self._logger.warning("%s", plain_text(text, _MOST_TEXT))
+            self._logger.warning("%s", plain_line(text, _MOST_TEXT))
         else:
             self._beyond += 1
 
@@ -51,7 +51,7 @@ class SaidRarely:
                 "%d more warnings like those within %.0f s were not written%s%s",
                 left_out,
                 self._since_s - since_s,
-                f", {again[most]} of them because of {plain_text(most, _MOST_TEXT)}" if most else "",
+                f", {again[most]} of them because of {plain_line(most, _MOST_TEXT)}" if most else "",
                 f", {elsewhere} because of further senders" if elsewhere else "",
             )
 

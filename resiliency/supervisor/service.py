@@ -26,7 +26,7 @@ from resiliency.storage.typed_json import to_jsonable
 from resiliency.supervisor._tasks import end_tasks
 from resiliency.supervisor.actuator import Actuator
 from resiliency.supervisor.clusters.base import Cluster
-from resiliency.supervisor.clusters.local import LocalCluster
+from resiliency.supervisor.clusters.none import NoCluster
 from resiliency.supervisor.controller import Changes, Controller, ControllerSettings
 from resiliency.supervisor.decided import ASKED, Decided
 from resiliency.supervisor.hang_watch import HangWatch
@@ -43,13 +43,13 @@ from resiliency.supervisor.model import (
     WorkloadSpec,
     WorkloadState,
 )
-from resiliency.supervisor.plain_text import plain_text
 from resiliency.supervisor.policy import load_policy
 from resiliency.supervisor.policy_guard import GuardedPolicy
 from resiliency.supervisor.sensor import Sensor
 from resiliency.supervisor.settings import SupervisorSettings
 from resiliency.supervisor.store import HistoryEvent, LeadershipLost, StateStore, StateUnavailable
 from resiliency.supervisor.straggler_watch import StragglerWatch
+from resiliency.telemetry.plain_text import plain_line
 
 __all__ = ["Forged", "Link", "Service"]
 
@@ -204,7 +204,7 @@ class Service:
         )
         self._actuator = Actuator(
             hook=() if hook is None else tuple(hook.command),
-            cluster=cluster or LocalCluster(),
+            cluster=cluster or NoCluster(),
             ended=self._carried_out,
         )
         self._heard: dict[str, _Heard] = {}
@@ -550,7 +550,7 @@ class Service:
                 )
             heard.link.close("replaced by a newer connection of its host")
         heard.link, heard.offered, heard.at_s, heard.has_reported = link, "", now_s, False
-        self._hear(link, now_s, address=plain_text(address), block=plain_text(block))
+        self._hear(link, now_s, address=plain_line(address), block=plain_line(block))
         self._offer([link.host])
 
     def disconnect(self, link: Link) -> None:
@@ -674,7 +674,7 @@ class Service:
         self._devices = +self._devices  # without those that no host has any more
 
     def _take_problem(self, host: str, heard: _Heard, problem: str, now_s: float) -> None:
-        problem = plain_text(problem)
+        problem = plain_line(problem)
         if problem == heard.problem:
             return
         heard.problem = problem
@@ -700,7 +700,7 @@ class Service:
                 raise Forged(f"{one.kind} without a workload")
         for one in message.observations:
             if one.kind is ObservationKind.DRAIN:
-                self.sensor.cordon(link.host, plain_text(one.detail) or "its monitor wants it empty", self._clock())
+                self.sensor.cordon(link.host, plain_line(one.detail) or "its monitor wants it empty", self._clock())
             self._observe(_bounded(one, link.host))
 
     def _observe(self, one: Observation) -> None:
@@ -726,7 +726,7 @@ class Service:
         """Handles a monitor's answer to an ask."""
         now_s = self._clock()
         self._hear(link, now_s)
-        problem = plain_text(message.problem)
+        problem = plain_line(message.problem)
         check = self._checks.get(link.host)
         if message.plan == NO_PLAN:
             if check is not None and check.at == message.at:
@@ -793,7 +793,7 @@ class Service:
 
     def drain(self, host: str, reason: str) -> bool:
         """Cordons a host for an operator. Returns False when the host is unknown."""
-        reason = plain_text(reason)
+        reason = plain_line(reason)
         done = self.sensor.cordon(host, reason or "drained by an operator", self._clock())
         if done:
             self._note_event(EventKind.OPERATOR, f"drain {host}: {reason or 'no reason given'}", host=host)
@@ -809,7 +809,7 @@ class Service:
 
     def stop_workload(self, name: str, reason: str) -> bool:
         """Stops a workload for good, for an operator. Returns False when no workload of this name runs."""
-        reason = plain_text(reason)
+        reason = plain_line(reason)
         done = self.controller.stop(name, reason or "stopped by an operator", self._clock(), time.time())
         if done:
             self._note_event(EventKind.OPERATOR, f"stop {name}: {reason or 'no reason given'}", workload=name)
@@ -827,7 +827,7 @@ class Service:
 
     def _note_event(self, kind: str, text: str, *, workload: str = "", host: str = "", **fields: Any) -> None:
         self._pending_events.append(
-            HistoryEvent(at=time.time(), kind=kind, text=plain_text(text), workload=workload, host=host, fields=fields)
+            HistoryEvent(at=time.time(), kind=kind, text=plain_line(text), workload=workload, host=host, fields=fields)
         )
         self._dirty.set()
         self._due.set()
@@ -864,7 +864,7 @@ def _bounded(one: Observation, host: str) -> Observation:
         workload=one.workload,
         epoch=one.epoch,
         rank=one.rank,
-        device=plain_text(one.device, 200),
+        device=plain_line(one.device, 200),
         device_class=one.device_class,
-        detail=plain_text(one.detail),
+        detail=plain_line(one.detail),
     )

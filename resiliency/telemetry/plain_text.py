@@ -1,11 +1,11 @@
-"""Makes text from logs safe to show in a terminal or a report. Pure."""
+"""Makes text from elsewhere safe to show in a terminal or a report, and to store. Pure."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-__all__ = ["is_plain_json", "plain"]
+__all__ = ["is_plain_json", "plain", "plain_line"]
 
 #: Control characters (a terminal obeys them), characters that turn the direction of the text around them, and
 #: surrogates (halves of characters, which cannot be encoded).
@@ -28,3 +28,11 @@ def is_plain_json(text: str) -> bool:
     """True when :func:`plain` would change nothing in the value that was parsed from this JSON text; False when that
     cannot be told without a look at each string. Apart from DEL, valid JSON has control characters only as escapes."""
     return text.isascii() and "\\" not in text and "\x7f" not in text
+
+
+def plain_line(text: str, most: int = 2000) -> str:
+    """Returns the text as one line of at most ``most`` characters, a space for each that is not printable: control
+    characters would forge log lines, and halves of surrogate pairs cannot be stored."""
+    if text.isprintable() and len(text) <= most:
+        return text
+    return "".join(one if one.isprintable() else " " for one in text[:most]).rstrip()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import resiliency
-from resiliency.doctor.facts import Folder, Host, Remote
+from resiliency.doctor.facts import Folder, HostFacts, Remote
 from resiliency.doctor.mounts import Mount
 from resiliency.doctor.rules import (
     KNOWN_VARIABLES,
@@ -24,7 +24,7 @@ from resiliency.doctor.rules import (
 )
 
 GIB = 1024**3
-GOOD = Host(
+GOOD = HostFacts(
     python=(3, 12, 4),
     kernel=(6, 18),
     packages={"torch": "2.13.0+cpu", "lightning": "2.6.6"},

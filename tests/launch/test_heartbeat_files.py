@@ -143,7 +143,7 @@ def test_a_process_that_has_the_number_of_a_dead_one_is_another(folder: Path, mo
     file.close()
 
 
-@pytest.mark.parametrize("name", ["_boot", "_pid_namespace"])
+@pytest.mark.parametrize("name", ["boot_id", "_pid_namespace"])
 def test_of_a_page_of_another_boot_or_container_nothing_is_guessed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from resiliency.supervisor.actuator import Actuator
-from resiliency.supervisor.clusters.local import LocalCluster
+from resiliency.supervisor.clusters.none import NoCluster
 from resiliency.supervisor.model import Plan, Remedy, RemedyKind, Step, StepKind, Workload, WorkloadSpec
 from tests.processes import wait_ended
 
@@ -36,9 +36,7 @@ def run_hook(script: str, tmp_path: Path, *, timeout_s: float = 30.0) -> tuple[s
     async def work() -> tuple[str, float]:
         ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         hook = ("/bin/sh", "-c", script.replace("FOLDER", str(tmp_path)))
-        actuator = Actuator(
-            hook=hook, cluster=LocalCluster(), ended=lambda number, at, problem: ended.set_result(problem)
-        )
+        actuator = Actuator(hook=hook, cluster=NoCluster(), ended=lambda number, at, problem: ended.set_result(problem))
         began = time.monotonic()
         actuator.carry_out({1: plan(timeout_s)}, WORKLOADS)
         problem = await asyncio.wait_for(ended, 20)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-__all__ = ["LocalCluster"]
+__all__ = ["NoCluster"]
 
 logger = logging.getLogger(__name__)
 
 
-class LocalCluster:
+class NoCluster:
     """Only logs, see :class:`~resiliency.supervisor.clusters.base.Cluster`."""
 
     async def take_out(self, hosts: Sequence[str], reason: str) -> str:
