@@ -3,9 +3,6 @@ asked for. Pure: no input, no output, no clock."""
 
 from __future__ import annotations
 
-import json
-
-from resiliency.storage.typed_json import to_jsonable
 from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.messages import Ask
 from resiliency.supervisor.model import Plan, StepKind, Workload, WorkloadState
@@ -25,7 +22,6 @@ class Decided:
         self.plans: dict[int, Plan] = {}
         #: By host with a place: the workload's name, and the host's node rank.
         self._places: dict[str, tuple[str, int]] = {}
-        self._texts: dict[str, tuple[str, str]] = {}
 
     def apply(self, changes: Changes) -> set[str]:
         """Takes over what was stored. Returns the hosts whose place or asks may have changed."""
@@ -52,7 +48,6 @@ class Decided:
             concerned.add(host)
             if self._places.get(host, ("",))[0] == workload.name:
                 del self._places[host]
-        self._texts.pop(workload.name, None)
         if not workload.state.has_ended:
             for node_rank, host in enumerate(workload.places):
                 self._places[host] = workload.name, node_rank
@@ -64,24 +59,6 @@ class Decided:
         """The workload in which the host has a place, and its node rank there; None when it has none."""
         found = self._places.get(host)
         return None if found is None else (self.workloads[found[0]], found[1])
-
-    def place_text(self, host: str) -> str:
-        """The host's place as JSON. Hosts of a workload share this text except for the node rank; hosts with ranks that
-        are to be replaced have a text of their own."""
-        found = self._places.get(host)
-        if found is None:
-            return "null"
-        name, node_rank = found
-        if host in self.workloads[name].replace_on:
-            return json.dumps(to_jsonable(self.workloads[name].place_of(host)), separators=(",", ":"))
-        texts = self._texts.get(name)
-        if texts is None:
-            place = self.workloads[name].place_of(host)
-            assert place is not None
-            fields = to_jsonable(place)
-            del fields["node_rank"]
-            texts = self._texts[name] = '{"node_rank":', "," + json.dumps(fields, separators=(",", ":"))[1:]
-        return f"{texts[0]}{node_rank}{texts[1]}"
 
     @property
     def all_is_done(self) -> bool:

@@ -484,12 +484,15 @@ class Workload:
 
     def place_of(self, host: str) -> Place | None:
         """The host's place; None when it has none in this workload."""
-        if host not in self.places or self.state.has_ended:
-            return None
+        return None if host not in self.places or self.state.has_ended else self.place_at(self.places.index(host))
+
+    def place_at(self, node_rank: int) -> Place:
+        """The place of the host with this node rank."""
+        host = self.places[node_rank]
         return Place(
             workload=self.name,
             epoch=self.epoch,
-            node_rank=self.places.index(host),
+            node_rank=node_rank,
             nodes=len(self.places),
             fresh=self.fresh,
             replace=self.replace if host in self.replace_on or not self.replace_on else (),

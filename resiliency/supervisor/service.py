@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import random
 import re
@@ -22,7 +21,6 @@ from typing import Any, Protocol
 
 from resiliency import faultpoints
 from resiliency.events import EventKind
-from resiliency.storage.typed_json import to_jsonable
 from resiliency.supervisor._tasks import end_tasks
 from resiliency.supervisor.actuator import Actuator
 from resiliency.supervisor.clusters.base import Cluster
@@ -32,7 +30,7 @@ from resiliency.supervisor.decided import ASKED, Decided
 from resiliency.supervisor.hang_watch import HangWatch
 from resiliency.supervisor.history import History
 from resiliency.supervisor.lease import Lease
-from resiliency.supervisor.messages import MONITOR_ENDS, NO_PLAN, Ask, Observed, Report, StepEnded
+from resiliency.supervisor.messages import MONITOR_ENDS, NO_PLAN, Ask, Desired, Observed, Report, StepEnded, pack
 from resiliency.supervisor.model import (
     Host,
     HostState,
@@ -481,22 +479,24 @@ class Service:
     # -- what monitors are told ---------------------------------------------------------------------------------------
 
     def _desired(self, host: str) -> str:
-        """A :class:`~resiliency.supervisor.messages.Desired` as text, put together from parts because it is made for
-        thousands of hosts at once."""
-        place = self.decided.place(host)
+        """What is wanted of a host, as text."""
+        placed = self.decided.place(host)
         master = ""
-        if place is not None:
-            epoch, address = self._masters.get(place[0].name, (0, ""))
-            master = address if epoch == place[0].epoch else ""
+        if placed is not None:
+            epoch, address = self._masters.get(placed[0].name, (0, ""))
+            master = address if epoch == placed[0].epoch else ""
         asks = [ask for ask in self._asks.get(host, ()) if host not in self._answers.get((ask.plan, ask.at), {})]
         check = self._checks.get(host)
         if check is not None:
             asks.append(Ask(plan=NO_PLAN, at=check.at, kind=StepKind.VERIFY, timeout_s=_VERIFY_TIMEOUT_S))
-        asked = json.dumps([to_jsonable(ask) for ask in asks], separators=(",", ":")) if asks else "[]"
-        completed = "true" if self._all_is_done() else "false"
-        return (
-            f'{{"type":"Desired","term":{self.term},"place":{self.decided.place_text(host)},'
-            f'"master":{json.dumps(master)},"asks":{asked},"completed":{completed}}}'
+        return pack(
+            Desired(
+                term=self.term,
+                place=None if placed is None else placed[0].place_at(placed[1]),
+                master=master,
+                asks=tuple(asks),
+                completed=self._all_is_done(),
+            )
         )
 
     def _all_is_done(self) -> bool:
