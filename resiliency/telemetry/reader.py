@@ -12,7 +12,7 @@ import codecs
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -24,14 +24,6 @@ from resiliency.telemetry.log_files import MEASUREMENT, find, find_logs, is_arra
 from resiliency.telemetry.packed_log import PackedLog
 from resiliency.telemetry.plain_text import is_plain_json, plain
 from resiliency.telemetry.stepstats import StepStats
-from resiliency.telemetry.wrapped_steps import (
-    DENSE_STEP,
-    ENTRY_BREAK,
-    SORTED_STEP,
-    WrappedStep,
-    find_as_written,
-    find_step,
-)
 
 __all__ = ["LogReader", "find_logs", "read_logs"]
 
@@ -69,8 +61,6 @@ _STEP = re.compile(
     + _N
     + rb"|)\}\n|([^\n]*)\n"
 )
-#: Looked for with ``find()``, because ``in`` takes ten times as long on bytes.
-_WRAPPED = b'"jsonPayload"'
 _WHO = re.compile(rb'"attempt":(\d+),"rank":(\d+),"host":"(.*)"')
 
 
@@ -96,9 +86,6 @@ class LogReader:
         self._offsets: dict[str, int] = {}
         #: The first bytes of each file. They hold a time, so they differ when another file has taken the name.
         self._begins: dict[str, bytes] = {}
-        #: For wrapped steps: run and segment of each rank, valid for this generation of the collector.
-        self._known: dict[tuple[bytes, ...], tuple[RunFacts, Segment]] = {}
-        self._known_of = -1
 
     def read(self, files: Sequence[str | os.PathLike[str]], *, final: bool = True) -> int:
         """Reads what was added to ``files``.
@@ -168,9 +155,6 @@ class LogReader:
 
     def _block(self, block: bytes) -> None:
         """Reads complete lines. One loop without calls, because one more call per line costs a tenth of the speed."""
-        if _WRAPPED in block[: block.find(b"\n") + 1]:
-            self._entry_lines(block)
-            return
         collector = self.collector
         add_step = collector.add_step
         last_who = last_name = None
@@ -200,7 +184,7 @@ class LogReader:
         ) in chain.from_iterable(_matches(block)):
             lines += 1
             if not stamp:
-                if other and not (other.find(_WRAPPED) >= 0 and other.endswith(b"}") and self._wrapped(other)):
+                if other:
                     self._other(other)
                 continue
             if who != last_who or name != last_name or generation != collector.generation:
@@ -257,120 +241,6 @@ class LogReader:
             run.events += steps
         self.lines += lines
 
-    def _entry_lines(self, block: bytes) -> None:
-        """Reads complete lines, of which the first is an entry of Cloud Logging, and most of the others will be."""
-        lines = block.split(b"\n")
-        del lines[-1]  # what follows the last newline: nothing
-        self.lines += len(lines)
-        find: Callable[[bytes], re.Match[bytes] | None] = DENSE_STEP.search
-        find_other = find_step
-        collector, known = self.collector, self._known
-        for line in lines:
-            match = find(line)
-            if match is None or line[-1:] != b"}":
-                may_be = line.find(b'"step_s"') >= 0 and line.endswith(b"}")
-                found = find_other(line) if may_be else None
-                if found and find == DENSE_STEP.search:  # the rest will be like this one
-                    if SORTED_STEP.search(line):
-                        find = SORTED_STEP.search
-                    else:
-                        find, find_other = _nothing, find_as_written
-                elif may_be and not found and find is _nothing:
-                    find, find_other = DENSE_STEP.search, find_step
-                    found = find_step(line)
-                if line and not (found and self._add_wrapped(found)):
-                    if line.find(_WRAPPED) >= 0:
-                        self._other(line)
-                    else:
-                        self.lines -= 1
-                        self._block(line + b"\n")
-                continue
-            # _add_wrapped, inlined.
-            (
-                attempt,
-                busy,
-                count_b,
-                data,
-                evals,
-                host,
-                name,
-                loop,
-                mono,
-                rank,
-                flight,
-                stall,
-                step_b,
-                most,
-                whole,
-                stamp,
-            ) = match.groups()
-            place = known.get((name, attempt, rank, host))
-            step = int(step_b)
-            if place is None or count_b is not None or not stamp or self._known_of != collector.generation:
-                if not self._add_wrapped(match.groups()):  # type: ignore[arg-type]
-                    self._other(line)
-                continue
-            run, segment = place
-            stats = segment.steps
-            if step == stats.high + 1 or stats.high < step <= stats.most:  # the first is True nearly always
-                run.events += 1
-                step_s = float(whole)
-                stats.add(
-                    step,
-                    1,
-                    step_s,
-                    float(data),
-                    0.0 if stall == b"0.0" else float(stall),
-                    0.0 if evals is None else float(evals),
-                    0.0 if busy is None else float(busy),
-                    flight is not None,
-                    step_s if most is None else float(most),
-                    stamp,
-                    mono,
-                    0.0 if loop is None else float(loop),
-                )
-            elif not self._add_wrapped(match.groups()):  # type: ignore[arg-type]
-                self._other(line)
-
-    def _wrapped(self, entry: bytes) -> bool:
-        """Adds the step in an entry of Cloud Logging; returns False when there is none."""
-        found = find_step(entry)
-        return found is not None and self._add_wrapped(found)
-
-    def _add_wrapped(self, found: WrappedStep) -> bool:
-        """Adds a step; returns False, and adds nothing, when its fields show that it is no step of ours."""
-        attempt, busy, count_b, data, evals, host, name, loop, mono, rank, flight, stall, step_b, most, whole, stamp = (
-            found
-        )
-        step, step_s = int(step_b), float(whole)
-        count = 1 if count_b is None else int(count_b)
-        if not 0 < count <= step + 1 or not name or not stamp:
-            return False
-        collector = self.collector
-        if self._known_of != collector.generation:
-            self._known.clear()
-            self._known_of = collector.generation
-        key = (name, attempt, rank, host)
-        known = self._known.get(key)
-        if known is None:
-            who = b'"attempt":%b,"rank":%b,"host":"%b"' % (attempt, rank, host)
-            known = self._known[key] = self._resolve(name, who)
-            self._known_of = collector.generation
-        run, segment = known
-        run.events += 1
-        data_s, stall_s, in_flight = float(data), float(stall), flight is not None
-        eval_s = 0.0 if evals is None else float(evals)
-        busy_s = 0.0 if busy is None else float(busy)
-        loop_s = 0.0 if loop is None else float(loop)
-        max_s = step_s / count if most is None else float(most)
-        stats = segment.steps
-        if stats.high < step <= stats.most:
-            stats.add(step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono, loop_s)
-        else:
-            times = (step_s, data_s, stall_s, eval_s, busy_s)
-            collector.add_step(run, segment, step, count, *times, in_flight, max_s, stamp, float(mono), loop_s)
-        return True
-
     def _resolve(self, name: bytes, who: bytes) -> tuple[RunFacts, Segment]:
         run = self.collector.run(plain(_word(name)))
         match = _WHO.fullmatch(who)
@@ -399,8 +269,6 @@ class LogReader:
         Returns False, and adds nothing, when the file is no array."""
         file.seek(0)
         content = file.read()
-        if self._entries(content):
-            return True
         try:
             records = _loads(_text(content))
         except (ValueError, RecursionError):
@@ -408,32 +276,6 @@ class LogReader:
         self.lines += len(records)
         for record in sorted(records, key=_stamp):
             self._record(record)
-        return True
-
-    def _entries(self, content: bytes) -> bool:
-        """Reads an array as ``gcloud`` prints it, entry by entry. Returns False, and adds nothing, for another form."""
-        parts = ENTRY_BREAK.split(content)
-        if len(parts) < 2 or not content.lstrip().startswith(b"[\n  {"):
-            return False
-        parts[0] = parts[0].partition(b"{")[2]
-        parts[-1] = parts[-1].rpartition(b"}")[0]
-        found: list[tuple[str, WrappedStep | dict[str, Any]]] = []
-        try:
-            for part in parts:
-                step = find_step(part) if _WRAPPED in part else None
-                if step is not None:
-                    found.append((step[-1].decode(), step))
-                else:
-                    record = _loads("{" + _text(part) + "}")
-                    found.append((_stamp(record), record))
-        except (ValueError, RecursionError):
-            return False
-        self.lines += len(found)
-        for _, one in sorted(found, key=_first):
-            if isinstance(one, dict):
-                self._record(one)
-            elif not self._add_wrapped(one):
-                self.torn_lines += 1
         return True
 
     def _record(self, record: Any, *, is_plain: bool = False) -> None:
@@ -455,14 +297,6 @@ def _matches(block: bytes) -> Iterator[list[tuple[bytes, ...]]]:
         end = block.rfind(b"\n", start, start + _PART_BYTES) + 1 or block.find(b"\n", start) + 1 or len(block)
         yield _STEP.findall(block, start, end)
         start = end
-
-
-def _nothing(line: bytes) -> None:
-    return None
-
-
-def _first(pair: tuple[str, object]) -> str:
-    return pair[0]
 
 
 def _text(line: bytes) -> str:

@@ -14,6 +14,7 @@ from resiliency.cli.goodput import app
 from resiliency.errors import ConfigError
 from resiliency.events import EventKind
 from resiliency.goodput.ledger import Ledger, account
+from resiliency.goodput.summary import summarize
 from resiliency.telemetry import log_files
 from resiliency.telemetry.log_files import find, find_logs
 from resiliency.telemetry.reader import LogReader, read_logs
@@ -224,6 +225,23 @@ def test_what_was_seen_is_known_in_bounded_memory() -> None:
     assert all(map(seen.seen, lines[-2000:]))
     assert len(seen._slots) <= 1 << 12
     assert not seen.seen(lines[0]), "forgotten"
+
+
+@pytest.mark.parametrize("floats", [False, True], ids=["whole", "40.0"])
+@pytest.mark.parametrize("shape", ["lines", "array", "compact array"])
+def test_entries_of_cloud_logging_give_the_account_of_plain_lines(tmp_path: Path, shape: str, floats: bool) -> None:
+    job = crash()
+    plain, wrapped = tmp_path / "plain.jsonl", tmp_path / "wrapped.json"
+    plain.write_text("\n".join(lines_of(job)) + "\n")
+    events = [dict(sorted(json.loads(line).items())) for line in lines_of(job)]
+    if floats:
+        events = [{key: float(one) if type(one) is int else one for key, one in event.items()} for event in events]
+    entries = [{"insertId": "1", "jsonPayload": event, "logName": "projects/p/logs/job"} for event in events]
+    if shape == "lines":
+        wrapped.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    else:
+        wrapped.write_text(json.dumps(entries[::-1], indent=2 if shape == "array" else None))
+    assert summarize(ledger_of(wrapped)) == summarize(ledger_of(plain))
 
 
 @pytest.mark.parametrize(
