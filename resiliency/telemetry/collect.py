@@ -15,7 +15,6 @@ from typing import Any
 from resiliency.events import Event, EventKind
 from resiliency.telemetry.facts import Mark, RunFacts, Segment, parse_stamp
 from resiliency.telemetry.plain_text import plain
-from resiliency.telemetry.seen_lines import SeenLines
 from resiliency.telemetry.stepstats import StepLine, StepStats
 
 __all__ = ["Collector"]
@@ -64,6 +63,8 @@ NEXT_STEPS = 64
 MOST_PACES = 64
 #: Seconds by which a stall may seem to begin before the end of the last step, because that step's line came late.
 LONGEST_OVERLAP_S = 1.0
+#: The last events that were read, this many or more and no steps, are known when they are read again.
+MOST_SEEN = 1 << 17
 #: Characters of the name of a span.
 MOST_NAME = 80
 #: Files of a rank's output, and characters of their paths.
@@ -162,7 +163,9 @@ class Collector:
         #: By run, attempt and rank: hosts other than that of the rank's first line, each with the event from there that
         #: waits for a second one; None once the second one has come.
         self._moved: dict[tuple[str, int | None, int], dict[str, _Held | None]] = {}
-        self._seen = SeenLines()
+        #: Hashes of the last events, in two sets, of which the older one is forgotten when the newer one is full.
+        self._seen: set[int] = set()
+        self._seen_before: set[int] = set()
         self._handlers: dict[str, Callable[[RunFacts, Segment, float, Mapping[str, Any]], None]] = {
             EventKind.JOB_STARTED: self._job_started,
             EventKind.RESTORE_STARTED: self._restore_started,
@@ -231,13 +234,22 @@ class Collector:
         if kind == EventKind.STEP:
             self._parse_step(run, record, time, attempt)
             return
-        if drop_copies and self._seen.seen(_content(record)):
+        if drop_copies and self._was_seen(hash(_content(record))):
             run.quality["duplicates"] += 1
             return
         if isinstance(stamp, str) and "+" not in stamp and stamp[-1:].isdigit() and "-" not in stamp[11:]:
             run.quality["stamps_without_zone"] += 1
         run.kinds[kind] += 1
         self._take(run, record, kind, time, attempt)
+
+    def _was_seen(self, key: int) -> bool:
+        """True when an event with this hash was read before; otherwise remembers it."""
+        if key in self._seen or key in self._seen_before:
+            return True
+        self._seen.add(key)
+        if len(self._seen) >= MOST_SEEN:
+            self._seen, self._seen_before = set(), self._seen
+        return False
 
     def _take(self, run: RunFacts, record: Mapping[str, Any], kind: str, time: float, attempt: int | None) -> None:
         """Takes one event that is no step."""

@@ -15,10 +15,9 @@ from resiliency.errors import ConfigError
 from resiliency.events import EventKind
 from resiliency.goodput.ledger import Ledger, account
 from resiliency.goodput.summary import summarize
-from resiliency.telemetry import log_files
+from resiliency.telemetry import collect, log_files
 from resiliency.telemetry.log_files import find, find_logs
 from resiliency.telemetry.reader import LogReader, read_logs
-from resiliency.telemetry.seen_lines import SeenLines
 
 from .scripted import Job, assert_matches
 from .test_ledger_truth import crash
@@ -218,13 +217,19 @@ def test_a_week_that_was_delivered_twice_counts_once() -> None:
     assert run.quality["duplicates"] == 20_000
 
 
-def test_what_was_seen_is_known_in_bounded_memory() -> None:
-    seen = SeenLines(most_slots=1 << 12)
-    lines = [b"%d" % number for number in range(20_000)]
-    assert not any(map(seen.seen, lines))
-    assert all(map(seen.seen, lines[-2000:]))
-    assert len(seen._slots) <= 1 << 12
-    assert not seen.seen(lines[0]), "forgotten"
+def test_only_the_last_events_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a log is, what is known of the events in it stays small."""
+    monkeypatch.setattr(collect, "MOST_SEEN", 1000)
+    lines = [event.to_json() for event in crash().events if event.kind == EventKind.JOB_STARTED]
+    block = "".join(lines[0].replace('"attempt":0', f'"attempt":{number}') + "\n" for number in range(5000)).encode()
+    reader = LogReader()
+    reader._block(block)
+    run = reader.collector.runs["job"]
+    assert not run.quality
+    reader._block(b"".join(block.splitlines(keepends=True)[-1000:]))
+    assert run.quality == {"duplicates": 1000}
+    reader._block(block.splitlines(keepends=True)[0])
+    assert run.kinds[EventKind.JOB_STARTED] == 5001, "forgotten"
 
 
 @pytest.mark.parametrize("floats", [False, True], ids=["whole", "40.0"])
