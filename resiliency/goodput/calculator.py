@@ -46,11 +46,9 @@ class _Kept(Collector):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[dict[str, Any]] = []
-        self._known: set[int] = set()
 
     def _take(self, run: RunFacts, record: Mapping[str, Any], kind: str, time: float, attempt: int | None) -> None:
-        if kind in _KINDS and id(record) not in self._known:  # an event that was held back is taken twice
-            self._known.add(id(record))
+        if kind in _KINDS:
             self.events.append(record if isinstance(record, dict) else dict(record))
         super()._take(run, record, kind, time, attempt)
 

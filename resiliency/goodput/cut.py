@@ -5,48 +5,47 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
-from resiliency.goodput.attempts import Attempt, Offsets
-from resiliency.telemetry.facts import parse_stamp
+from resiliency.goodput.attempts import Attempt
+from resiliency.telemetry.facts import Segment
 from resiliency.telemetry.stepstats import Histogram, StepStats, Window
 
 __all__ = ["cut_attempts", "steps_until"]
 
 
-def cut_attempts(attempts: Sequence[Attempt], offsets: Offsets) -> None:
+def cut_attempts(attempts: Sequence[Attempt]) -> None:
     """Ends each attempt's steps where the next attempt begins. A segment that is cut is replaced by a shorter copy; the
     original is not changed."""
     for attempt, following in zip(attempts, attempts[1:], strict=False):
-        end = following.start(offsets)
+        end = following.start
         for pieces in attempt.lanes.values():
             for place, segment in enumerate(pieces):
-                last, offset = segment.last_step_time(), offsets.of(segment)
-                if last is None or last - offset <= end:
+                last = segment.last_step_time()
+                if last is None or last <= end:
                     continue
                 pieces[place] = shorter = copy.copy(segment)
-                shorter.steps = steps_until(segment.steps, end + offset)
-                shorter.last = end + offset if shorter.last is None else min(shorter.last, end + offset)
-                offsets.same(segment, shorter)
+                shorter.steps = steps_until(segment, end)
+                shorter.last = end if shorter.last is None else min(shorter.last, end)
 
 
-def steps_until(steps: StepStats, time: float) -> StepStats:
-    """The steps that had ended by ``time`` (UTC seconds by the host's clock). The steps of one window are taken as
-    equally long."""
-    kept = StepStats()
+def steps_until(segment: Segment, time: float) -> StepStats:
+    """The steps that had ended by ``time`` (UTC seconds). The steps of one window are taken as equally long."""
+    steps, kept = segment.steps, StepStats()
     kept.shift = steps.shift
-    first = steps.first_step
-    start = None if first is None else parse_stamp(first[0])
-    before = time if start is None or first is None else start - first[2]
+    start = segment.first_step_start()
+    before = time if start is None else start
     for key, window in sorted(steps.windows.items()):
-        stamp = parse_stamp(window.last_stamp)
-        if stamp is None or stamp <= time:
+        end = segment.window_end(window)
+        if end is None or end <= time:
             part = window
         else:
-            share = (time - before) / (stamp - before) if before < time else 0.0
-            part = _share(window, int(window.n * share), time)
-        before = stamp if stamp is not None else before
+            share = (time - before) / (end - before) if before < time else 0.0
+            part = _share(window, int(window.n * share))
+            part.last_stamp = time - segment.moved_s
+            part.last_mono = None if segment.offset is None else time - segment.offset
+        before = end if end is not None else before
         if part.n:
             kept.windows[key] = part
-            kept.high, kept.last_stamp = part.last_step, part.last_stamp
+            kept.high, kept.last_stamp, kept.last_mono = part.last_step, part.last_stamp, part.last_mono
     if kept.high < 0:
         return StepStats()
     kept.low, kept.first_step = steps.low, steps.first_step
@@ -59,8 +58,8 @@ def steps_until(steps: StepStats, time: float) -> StepStats:
     return kept
 
 
-def _share(window: Window, n: int, time: float) -> Window:
-    """The first ``n`` steps of a window, with its sums scaled down; the last of them ended at ``time``."""
+def _share(window: Window, n: int) -> Window:
+    """The first ``n`` steps of a window, with its sums scaled down."""
     part = copy.copy(window)
     if not n:
         part.n = 0
@@ -69,7 +68,7 @@ def _share(window: Window, n: int, time: float) -> Window:
     for name in ("step_s", "data_s", "stall_s", "eval_s", "loop_s", "busy_s"):
         setattr(part, name, getattr(window, name) * share)
     part.n, part.busy_n, part.flight_n = n, round(window.busy_n * share), round(window.flight_n * share)
-    part.last_step, part.last_stamp = window.last_step - (window.n - n), time
+    part.last_step = window.last_step - (window.n - n)
     return part
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from resiliency.goodput.attempts import Offsets
 from resiliency.goodput.finer import Trained
 from resiliency.goodput.lanes import Lane, us
 from resiliency.goodput.slowdown import Best
@@ -20,12 +19,9 @@ __all__ = ["LaneFiller"]
 class LaneFiller:
     """Adds one attempt that has steps to one rank's time line. ``over`` is True when the log has the end of the job."""
 
-    def __init__(
-        self, lane: Lane, timing: Timing, offsets: Offsets, late: Stragglers, best: Best, *, over: bool
-    ) -> None:
+    def __init__(self, lane: Lane, timing: Timing, late: Stragglers, best: Best, *, over: bool) -> None:
         self.lane = lane
         self.timing = timing
-        self.offsets = offsets
         self.late = late
         self.best = best
         self.over = over
@@ -39,8 +35,10 @@ class LaneFiller:
                 lane.until(us(timing.train), self.start_bucket, "start")
                 lane.until(us(timing.progress), Bucket.SCALED_DOWN, "absent")
             lane.until(us(timing.progress), self.start_bucket, "start")
-        for number, segment in enumerate(pieces):
-            part = self._piece(segment, rejoined=number > 0, pieces=len(pieces))
+        trained = False
+        for segment in pieces:
+            part = self._piece(segment, rejoined=trained, pieces=len(pieces))
+            trained = trained or segment.train is not None or segment.steps.high >= 0
             if part is not None:
                 parts.append(part)
         if timing.train is not None and pieces:
@@ -51,20 +49,17 @@ class LaneFiller:
         self._tail(pieces)
         return parts
 
-    def _at(self, segment: Segment, time: float | None) -> float | None:
-        return None if time is None else time - self.offsets.of(segment)
-
     def _piece(self, segment: Segment, *, rejoined: bool, pieces: int) -> TrainingSplit | None:
         lane, timing = self.lane, self.timing
-        train = self._at(segment, segment.train if segment.train is not None else segment.first_step_start())
-        last = self._at(segment, segment.last_step_time())
+        train = segment.train if segment.train is not None else segment.first_step_start()
+        last = segment.last_step_time()
         if rejoined:
             if train is not None:
                 lane.until(us(train), Bucket.SCALED_DOWN, "absent")
         elif train is not None:
             self._start(segment, train)
         else:
-            ended = self._at(segment, segment.end)
+            ended = segment.end
             self._restore(segment, ended)
             lane.until(
                 us(min(timing.progress, ended if ended is not None else timing.progress)), self.start_bucket, "start"
@@ -93,7 +88,7 @@ class LaneFiller:
             Bucket.UNKNOWN,
             "train",
             whole_us=us(last) - us(began),
-            trained=Trained(segment.steps, began, self.offsets.of(segment), timing.lost_above, tuple(part.slow)),
+            trained=Trained(segment, began, timing.lost_above, tuple(part.slow)),
         )
         return part
 
@@ -113,8 +108,7 @@ class LaneFiller:
             (StartPart.AGENT, segment.started if segment.opening is not None else None),
         ]
         rest = StartPart.OTHER
-        for part, mark in marks:
-            time = self._at(segment, mark)
+        for part, time in marks:
             if time is not None and time <= train:
                 lane.until(us(time), self.start_bucket, "start", part)
                 rest = StartPart.MODEL
@@ -127,10 +121,10 @@ class LaneFiller:
         """Splits off the part of the start-up that loaded a checkpoint. Returns False when no load is logged before
         ``before``."""
         lane = self.lane
-        loaded = self._at(segment, segment.loaded)
+        loaded = segment.loaded
         if loaded is None or (before is not None and loaded > before):
             return False
-        began = self._at(segment, segment.restore)
+        began = segment.restore
         if began is None or began > loaded:
             began = loaded - (segment.loaded_s or 0.0)
         lane.until(us(began), self.start_bucket, "start", part)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from resiliency.goodput.slowdown import SlowStretch
 from resiliency.goodput.taxonomy import Bucket
-from resiliency.telemetry.facts import parse_stamp
-from resiliency.telemetry.stepstats import StepStats, Window
+from resiliency.telemetry.facts import Segment
+from resiliency.telemetry.stepstats import Window
 
 __all__ = ["Piece", "Trained", "finer"]
 
@@ -20,16 +20,14 @@ class Trained:
     """The steps of a training interval.
 
     Attributes:
-        steps: the steps of the rank in the attempt.
-        start: start of the interval, UTC seconds on the job's clock.
-        offset: seconds by which the steps' stamps are ahead of the job's clock.
+        segment: the rank in the attempt.
+        start: start of the interval, UTC seconds.
         lost_above: steps after this one were run again; None: all were kept.
         slow: stretches of steps that were slower than the best stable step time.
     """
 
-    steps: StepStats
+    segment: Segment
     start: float
-    offset: float
     lost_above: int | None
     slow: Sequence[SlowStretch]
 
@@ -37,7 +35,7 @@ class Trained:
 def finer(parts: Piece, trained: Trained) -> list[Piece]:
     """Divides ``parts`` (microseconds by bucket) among the windows of the steps, in order. The pieces sum exactly to
     ``parts``, bucket by bucket; a piece is as long as the sum of its parts."""
-    windows = [window for _, window in sorted(trained.steps.windows.items()) if window.n]
+    windows = [window for _, window in sorted(trained.segment.steps.windows.items()) if window.n]
     if not windows:
         return [parts]
     columns = {bucket: _shares(total, _weights(bucket, windows, trained)) for bucket, total in parts.items()}
@@ -80,7 +78,7 @@ def _measured(bucket: Bucket, windows: Sequence[Window], trained: Trained) -> li
     if bucket is Bucket.UNKNOWN:
         return _gaps(windows, trained)
     if bucket is Bucket.WARM_UP:
-        last = max((head.step for head in trained.steps.head), default=-1)
+        last = max((head.step for head in trained.segment.steps.head), default=-1)
         return [float(window.last_step - window.n < last) for window in windows]
     if bucket is Bucket.SLOWDOWN:
         return [_slow(window, trained.slow) for window in windows]
@@ -99,8 +97,8 @@ def _gaps(windows: Sequence[Window], trained: Trained) -> list[float]:
     the window's mean step."""
     found, before = [], trained.start
     for window in windows:
-        stamp = parse_stamp(window.last_stamp)
-        end = max(before, stamp - trained.offset) if stamp is not None else before + window.step_s
+        ended = trained.segment.window_end(window)
+        end = max(before, ended) if ended is not None else before + window.step_s
         mean = window.step_s / window.n
         found.append(max(0.0, end - before - window.step_s) + max(0.0, window.max_s - 5 * mean))
         before = end

@@ -20,7 +20,7 @@ from resiliency.goodput.remedies import (
 from resiliency.goodput.split import SLOW_STEP
 from resiliency.goodput.taxonomy import Bucket
 from resiliency.goodput.timing import Timing
-from resiliency.telemetry.facts import Mark, parse_stamp
+from resiliency.telemetry.facts import Mark
 
 __all__ = ["Incident", "incidents"]
 
@@ -350,7 +350,7 @@ def _stalls(ledger: Ledger) -> list[Incident]:
                 excess = window.max_s - usual - waited
                 if key in warm or window.flight_n or excess < max(STALL_S, SLOW_STEP * usual):
                     continue
-                time = parse_stamp(window.last_stamp)
+                time = segment.window_end(window)
                 cost = {Bucket.UNKNOWN: excess * ledger.capacity}
                 what = f"A step took {window.max_s:,.0f} s, usual {usual:.3g} s; no event says why"
                 found.append(

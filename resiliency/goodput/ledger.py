@@ -14,30 +14,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from resiliency.goodput.attempts import Attempt, Offsets, clock_changes, cluster, host_offsets
+from resiliency.goodput.attempts import Attempt, cluster
+from resiliency.goodput.clocks import on_one_clock
 from resiliency.goodput.coarse import fill_coarse
 from resiliency.goodput.cut import cut_attempts
 from resiliency.goodput.fill import LaneFiller
 from resiliency.goodput.lanes import Lane, LaneInterval, apportion, us
+from resiliency.goodput.refused import refusal_note, refuse_impossible
 from resiliency.goodput.slowdown import NO_BEST, Best, best_stable
 from resiliency.goodput.split import Stragglers, TrainingSplit, merged_typical, stragglers
-from resiliency.goodput.stamps import FAR_S, straighten
 from resiliency.goodput.start_parts import StartPart
 from resiliency.goodput.taxonomy import Bucket, empty
 from resiliency.goodput.timing import Timing, save_pace, time_attempts
 from resiliency.goodput.windows import ALL_TIME, Span, Windows, clip, kept_windows
-from resiliency.telemetry.facts import DAY_S, RunFacts, Segment
+from resiliency.telemetry.facts import RunFacts, Segment
 from resiliency.telemetry.stepstats import StepStats
-
-#: Quality counter -> the words of its note, for claims of single lines that nothing else in the log confirms.
-_SET_ASIDE = {
-    "clock_readings_set_aside": ("reading", "of a clock that the other clock and the events around it contradict"),
-    "starts_set_aside": ("age", "of a process or launcher that others of its host or attempt contradict"),
-    "lines_set_aside": ("line", "with the number of an attempt or a rank that nothing else bears out"),
-    "sizes_set_aside": ("size", "of the job that nothing else bears out"),
-    "steps_set_aside": ("step", "with a number that the lines around it rule out"),
-    "durations_set_aside": ("length", "of a step or stall that is more than the time there was"),
-}
 
 __all__ = ["LaneAccount", "Ledger", "account"]
 
@@ -78,9 +69,8 @@ class Ledger:
         splits: by (attempt, lane), the training time by cause.
         late: stragglers by attempt.
         offsets: by host, the most seconds that its clock was ahead; all times here are already corrected.
-        clocks: the offsets of each attempt.
         usual_step_s: usual step time over the whole run; None without steps.
-        facts: what was read from the log.
+        facts: what was read from the log, on one clock and without the lines that were refused.
         coarse: True when the log has no steps, so that progress is known from checkpoints only.
         best_step_s: seconds a step should take to compute: the best stable step time, or the one that was given.
         kept: the stretches of time that are accounted for, ``[first, last)`` in microseconds; the first one begins at
@@ -100,7 +90,6 @@ class Ledger:
     splits: dict[tuple[int, int], list[TrainingSplit]]
     late: dict[int, Stragglers]
     offsets: dict[str, float]
-    clocks: Offsets
     usual_step_s: float | None
     facts: RunFacts
     coarse: bool
@@ -159,7 +148,7 @@ def account(
     windows: Windows = ALL_TIME,
     reference_step_s: float | None = None,
 ) -> Ledger:
-    """Accounts for the time of one run. Corrects wrong times in ``run`` in place first.
+    """Accounts for the time of one run, which does not change.
 
     Args:
         run: from a :class:`~resiliency.telemetry.collect.Collector`.
@@ -169,19 +158,15 @@ def account(
         windows: the part of the run's time to account for.
         reference_step_s: seconds a step should take to compute; None: the best stable step time of the run.
     """
-    straighten(run)
-    ranks = [segment for segment in run.segments if not segment.aside]
-    segments = ranks if _ranks_logged(ranks) or not run.nodes else run.nodes
+    run, offsets = on_one_clock(refuse_impossible(run))
+    segments = run.segments if _ranks_logged(run.segments) or not run.nodes else run.nodes
     coarse = not any(segment.steps.high >= 0 for segment in segments)
     overall = merged_typical([segment.steps for segment in segments])
-    changes = clock_changes(run)
-    rough = cluster(segments, changes)
-    offsets = changes if coarse else host_offsets(rough, overall or 0.0, changes)
-    attempts = cluster(segments, offsets) if offsets else rough
-    start, end = _bounds(run, attempts, offsets, until)
-    cut_attempts(attempts, offsets)
+    attempts = cluster(segments)
+    start, end = _bounds(run, attempts, until)
+    cut_attempts(attempts)
     usual = [_usual(attempt, overall) for attempt in attempts]
-    timings = time_attempts(run, attempts, offsets, start, end, usual, coarse=coarse)
+    timings = time_attempts(run, attempts, start, end, usual, coarse=coarse)
     late = {timing.index: stragglers(_stepping(timing.attempt)) for timing in timings}
 
     given = None if reference_step_s is None else Best(step_s=reference_step_s, tolerance=0.0)
@@ -202,7 +187,7 @@ def account(
                 fill_coarse(lane, timing, present=bool(pieces), pace=pace, last=timing is timings[-1])
                 continue
             best = given or bests.get((pieces[0].lane, world), NO_BEST) if pieces else NO_BEST
-            filler = LaneFiller(lane, timing, offsets, late[timing.index], best, over=run.terminated is not None)
+            filler = LaneFiller(lane, timing, late[timing.index], best, over=run.terminated is not None)
             parts = filler.fill(pieces)
             if number in timing.attempt.lanes:
                 splits[timing.index, number] = parts
@@ -237,8 +222,7 @@ def account(
         timings=tuple(timings),
         splits=splits,
         late=late,
-        offsets=offsets.hosts,
-        clocks=offsets,
+        offsets=offsets,
         usual_step_s=overall,
         best_step_s=reference_step_s if given is not None else _best_of_all(bests),
         kept=kept,
@@ -254,23 +238,14 @@ def _ranks_logged(segments: Sequence[Segment]) -> bool:
     return any(s.started is not None or s.train is not None or s.steps.high >= 0 for s in segments)
 
 
-def _bounds(run: RunFacts, attempts: Sequence[Attempt], offsets: Offsets, until: float | None) -> tuple[float, float]:
-    times = [attempt.start(offsets) for attempt in attempts] + [attempt.end(offsets) for attempt in attempts]
-    times += [t for t in (run.scheduled, run.terminated) if t is not None]
-    if attempts:
-        # Only of the first attempt, because a launcher that restarts ranks is the same one in all attempts.
-        launched = ((s.launched, offsets.of(s)) for s in attempts[0].segments)
-        times += [time - offset for time, offset in launched if time is not None]
-    times += [mark.time - offsets.at(mark.attempt, mark.host) for mark in run.marks]
-    if not offsets:
-        # When hosts' clocks disagree, the raw first and last stamps may come from a wrong clock.
-        times += [t for t in (run.first, run.last) if t is not None]
-    if not times:
+def _bounds(run: RunFacts, attempts: Sequence[Attempt], until: float | None) -> tuple[float, float]:
+    known = run.bounds
+    if known is None:
         return 0.0, 0.0
-    start, end = min(times), max(times)
-    if until is not None:
-        end = max(end, until)
-    return start, end
+    start, end = known
+    # Only of the first attempt, because a launcher that restarts ranks is the same one in all attempts.
+    launched = [s.launched for s in attempts[0].segments if s.launched is not None] if attempts else []
+    return min([start, *launched]), end if until is None else max(end, until)
 
 
 def _stepping(attempt: Attempt) -> dict[int, StepStats]:
@@ -323,7 +298,7 @@ def _pieces(attempt: Attempt, lane: int) -> list[Segment]:
 def _notes(
     run: RunFacts,
     timings: Sequence[Timing],
-    offsets: Offsets,
+    offsets: Mapping[str, float],
     coarse: bool,
     lanes: Sequence[LaneAccount],
     *,
@@ -345,7 +320,7 @@ def _notes(
         notes.append(
             "The last attempt has no end in the log; the account stops at its last event (use --until now if it runs)."
         )
-    for host, seconds in sorted(offsets.hosts.items()):
+    for host, seconds in sorted(offsets.items()):
         notes.append(f"The clock of {host} was {abs(seconds):.1f} s {'ahead' if seconds > 0 else 'behind'}; corrected.")
     silent = [t.index for t in timings if t.outcome == "failed" and t.noticed is None]
     if silent:
@@ -358,14 +333,8 @@ def _notes(
         notes.append(
             f"{copies} ranks have no log of their own; they are taken to have done what the lowest logging rank did."
         )
-    if count := run.quality.get("stamps_set_aside"):
-        notes.append(
-            f"Set aside, because a clock was wrong: {count} event{'' if count == 1 else 's'} more than"
-            f" {FAR_S / DAY_S:.0f} days from all others."
-        )
-    for name, (what, why) in _SET_ASIDE.items():
-        if count := run.quality.get(name):
-            notes.append(f"Set aside: {count} {what}{'' if count == 1 else 's'} {why}.")
+    if said := refusal_note(run):
+        notes.append(said)
     if run.quality.get("stamps_without_zone"):
         notes.append("Stamps without a time zone (older library) are read as UTC.")
     return notes

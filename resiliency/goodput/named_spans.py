@@ -16,7 +16,7 @@ MOST_NAMES = 20
 
 @dataclass(frozen=True, kw_only=True)
 class NamedSpan:
-    """One span, in UTC seconds on the job's clock. ``ended`` is False when the log ends before the span does."""
+    """One span, in UTC seconds. ``ended`` is False when the log ends before the span does."""
 
     name: str
     start: float
@@ -37,13 +37,12 @@ def spans_of(ledger: Ledger) -> list[NamedSpan]:
     """The spans whose times the log keeps one by one, within the accounted time, in order of time."""
     found = []
     for attempt, lane, segment in _segments(ledger):
-        offset = ledger.clocks.of(segment)
         for name, start, seconds in segment.spans:
             end = max(start, segment.end or start) if seconds is None else start + seconds
             one = NamedSpan(
                 name=name,
-                start=start - offset,
-                end=end - offset,
+                start=start,
+                end=end,
                 rank=lane,
                 attempt=attempt,
                 ended=seconds is not None,

@@ -33,9 +33,8 @@ def older_figure(ledger: Ledger, reference_step_s: float | None = None) -> Older
     """
     facts = ledger.facts
     reasons: list[str] = []
-    runtime = (
-        (facts.last or ledger.end) - (facts.first or ledger.start) if not ledger.offsets else ledger.end - ledger.start
-    )
+    first, last = facts.bounds or (ledger.start, ledger.end)
+    runtime = last - first
     reference = reference_step_s if reference_step_s is not None else (ledger.usual_step_s or _pace(ledger))
     loaded = facts.min_loaded_step
     if loaded is None and ledger.timings:

@@ -19,7 +19,7 @@ from resiliency.goodput.split import deviation, merged_typical
 from resiliency.goodput.start_parts import StartPart, part_label
 from resiliency.goodput.taxonomy import BUCKETS, Bucket
 from resiliency.goodput.timing import Timing
-from resiliency.telemetry.facts import Segment, parse_stamp
+from resiliency.telemetry.facts import Segment
 
 __all__ = ["iso", "schema", "step_series", "summarize"]
 
@@ -62,8 +62,7 @@ def summarize(
     """
     older = older_figure(ledger, reference_step_s)
     quality = {name: count for name, count in sorted(ledger.facts.quality.items()) if count}
-    jumps = sum(segment.jumps for segment in ledger.facts.segments)
-    for name, count in (("torn_lines", torn_lines), ("foreign_lines", foreign_lines), ("clock_jumps", jumps)):
+    for name, count in (("torn_lines", torn_lines), ("foreign_lines", foreign_lines)):
         if count:
             quality[name] = count
     advised = advise(ledger)
@@ -186,13 +185,13 @@ def _steps_left(ledger: Ledger, timing: Timing, pieces: Sequence[Segment]) -> tu
     """Steps in the accounted time, and how many of them were lost. The steps of a window are taken as equally long."""
     done = lost = 0.0
     for segment in pieces:
-        offset, before = ledger.clocks.of(segment), segment.first_step_start()
-        begin = timing.window[0] if before is None else before - offset
+        before = segment.first_step_start()
+        begin = timing.window[0] if before is None else before
         for _, window in sorted(segment.steps.windows.items()):
-            end = parse_stamp(window.last_stamp)
+            end = segment.window_end(window)
             if end is None or not window.n:
                 continue
-            end = max(begin, end - offset)
+            end = max(begin, end)
             share = ledger.kept_us(begin, end) / max(1, us(end) - us(begin))
             done += window.n * share
             if timing.lost_above is not None:
@@ -342,12 +341,11 @@ def step_series(ledger: Ledger) -> list[dict[str, Any]]:
             continue
         points = []
         for segment in timing.attempt.lanes[lanes[0]]:
-            offset = ledger.clocks.of(segment)
             for _, window in sorted(segment.steps.windows.items()):
-                time = parse_stamp(window.last_stamp)
+                time = segment.window_end(window)
                 if time is None or window.n == 0:
                     continue
-                time = min(max(time - offset, timing.window[0]), timing.window[1])
+                time = min(max(time, timing.window[0]), timing.window[1])
                 points.append(
                     (time, window.last_step, window.step_s / window.n, window.max_s, window.flight_n / window.n)
                 )

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 from resiliency.events import EventKind
-from resiliency.goodput.attempts import Attempt, Offsets
+from resiliency.goodput.attempts import Attempt
 from resiliency.goodput.remedies import last_told, was_over
 from resiliency.telemetry.facts import Mark, RunFacts, Segment
 
@@ -35,13 +34,11 @@ _WELL = PLANNED | {"finished"}
 ABNORMAL = frozenset({"exception", "error", "killed", "crash", "failed"})
 #: A launcher on another host may report on an attempt up to this many seconds after its end.
 LATE_NOTICE_S = 60.0
-#: Ranks that begin to train together do so within this many seconds of each other.
-SAME_MOMENT_S = 5.0
 
 
 @dataclass
 class Timing:
-    """One attempt on the job's clock (UTC seconds, host clocks corrected).
+    """One attempt, in UTC seconds.
 
     Attributes:
         window: ``[start, stop)`` that this attempt accounts for: from its start (the run's start for the first) until
@@ -77,14 +74,9 @@ class Timing:
     relaunched: float | None = None
 
 
-def _shifted(time: float | None, segment: Segment, offsets: Offsets) -> float | None:
-    return None if time is None else time - offsets.of(segment)
-
-
 def time_attempts(
     run: RunFacts,
     attempts: Sequence[Attempt],
-    offsets: Offsets,
     start: float,
     stop: float,
     usual: Sequence[float | None],
@@ -96,30 +88,27 @@ def time_attempts(
     Args:
         run: the run, whose marks and checkpoints are used.
         attempts: in order of start.
-        offsets: seconds by which hosts' clocks are ahead.
         start: first moment of the account.
         stop: last moment of the account.
         usual: usual step time of each attempt in seconds.
         coarse: the log has no steps; progress is known from checkpoints.
     """
-    starts = [attempt.start(offsets) for attempt in attempts]
+    starts = [attempt.start for attempt in attempts]
     starts = [min(max(moment, start), stop) for moment in starts]
-    marks = sorted(
-        ((mark.time - offsets.at(mark.attempt, mark.host), mark) for mark in run.marks), key=lambda pair: pair[0]
-    )
+    marks = sorted(((mark.time, mark) for mark in run.marks), key=lambda pair: pair[0])
     saves = sorted(run.saves)
     timings: list[Timing] = []
     for index, attempt in enumerate(attempts):
         begin = start if index == 0 else starts[index]
         end = starts[index + 1] if index + 1 < len(starts) else stop
-        timing = _time_one(attempt, index, (begin, max(begin, end)), offsets, usual[index])
+        timing = _time_one(attempt, index, (begin, max(begin, end)), usual[index])
         last = index + 1 == len(starts)
         timing.saves = saves[_after(saves, begin) : None if last else _after(saves, end)]
         if coarse:
             _by_checkpoints(timing, run)
-        _position(timing, run, offsets)
+        _position(timing, run)
         timing.marks = _marks_of(attempts, index, marks, begin, end)
-        _outcome(timing, run, attempts[index + 1] if not last else None, offsets)
+        _outcome(timing, run, attempts[index + 1] if not last else None)
         timings.append(timing)
     _lost(timings)
     return timings
@@ -159,19 +148,16 @@ def _marks_of(
     return found
 
 
-def _time_one(
-    attempt: Attempt, index: int, window: tuple[float, float], offsets: Offsets, usual: float | None
-) -> Timing:
+def _time_one(attempt: Attempt, index: int, window: tuple[float, float], usual: float | None) -> Timing:
     trains: list[float] = []
     ends: list[float] = []
     for segment in attempt.segments:
-        begins = (segment.train, segment.first_step_start())
-        trains.extend(t for t in (_shifted(b, segment, offsets) for b in begins) if t is not None)
-        last = _shifted(segment.last_step_time(), segment, offsets)
+        trains.extend(t for t in (segment.train, segment.first_step_start()) if t is not None)
+        last = segment.last_step_time()
         if last is not None:
             ends.append(last)
     train = min(max(min(trains), window[0]), window[1]) if trains else None
-    progress = max(ends) if ends else (train if train is not None else attempt.end(offsets))
+    progress = max(ends) if ends else (train if train is not None else attempt.end)
     progress = min(max(progress, window[0]), window[1])
     return Timing(attempt, index, window, train, progress, usual_step_s=usual)
 
@@ -193,10 +179,12 @@ def _by_checkpoints(timing: Timing, run: RunFacts) -> None:
         timing.train = min(timing.train, timing.progress)
 
 
-def _position(timing: Timing, run: RunFacts, offsets: Offsets) -> None:
+def _position(timing: Timing, run: RunFacts) -> None:
     """Sets the step at which the attempt began, and the highest step that it reached."""
     tops = [segment.steps.high for segment in timing.attempt.segments if segment.steps.high >= 0]
-    timing.position = _begins_at(timing.attempt, offsets)
+    # Ranks that join later begin at a higher step.
+    positions = [position for segment in timing.attempt.segments if (position := segment.position) is not None]
+    timing.position = min(positions, default=None)
     if timing.position is None:
         loads = [step for time, step in run.loads if timing.window[0] <= time <= timing.window[1]]
         if loads:
@@ -206,46 +194,22 @@ def _position(timing: Timing, run: RunFacts, offsets: Offsets) -> None:
     timing.top = max(tops) if tops else (max(step for _, step in timing.saves) if timing.saves else timing.position)
 
 
-def _begins_at(attempt: Attempt, offsets: Offsets) -> int | None:
-    """The step at which an attempt began; None when no rank tells it.
-
-    All ranks begin at one step. A single rank that tells a lower one is not believed when it began together with the
-    others, because work would then count as lost. Ranks that join later begin at a higher step.
-    """
-    told = [(position, segment) for segment in attempt.segments if (position := segment.position) is not None]
-    if not told:
-        return None
-    usual, count = Counter(position for position, _ in told).most_common(1)[0]
-    low = min(position for position, _ in told)
-    lowest = [segment for position, segment in told if position == low]
-    if low == usual or len(lowest) > 1 or count < 2:
-        return low
-    began = min(_began(segment, offsets) for position, segment in told if position == usual)
-    return usual if began <= _began(lowest[0], offsets) + SAME_MOMENT_S else low
-
-
-def _began(segment: Segment, offsets: Offsets) -> float:
-    """When the segment began to train, UTC seconds on the job's clock."""
-    times = (segment.train, segment.first_step_start(), segment.loaded)
-    return min((time for time in times if time is not None), default=0.0) - offsets.of(segment)
-
-
-def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: Offsets) -> None:
+def _outcome(timing: Timing, run: RunFacts, following: Attempt | None) -> None:
     """Sets how the attempt ended, when that was noticed, and when ranks were started again."""
     segments = list(timing.attempt.segments)
     begin, end = timing.window
     patience = max(5.0, 3 * (timing.usual_step_s or 0.0))
     ends: list[tuple[float, str]] = []
     for segment in segments + [node for node in run.nodes if node not in segments]:
-        time = _shifted(segment.terminated, segment, offsets)
+        time = segment.terminated
         if time is not None and begin <= time <= end:
             ends.append((time, segment.reason))
     told = last_told(timing.marks)
     notices = [
-        m.time - offsets.at(m.attempt, m.host)
+        m.time
         for m in timing.marks
         if m.kind in NOTICES
-        and m.time - offsets.at(m.attempt, m.host) >= timing.progress - patience
+        and m.time >= timing.progress - patience
         and not was_over(told.get(m.fields.get("incident")), timing.progress, near_s=patience)
     ]
     finished = [segment for segment in segments if segment.finished]
@@ -255,7 +219,7 @@ def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: 
 
     if finished and len(finished) * 2 >= len(segments) and not bad:
         timing.outcome = "finished"
-        moments = [_shifted(_work_done(s), s, offsets) for s in finished]
+        moments = [_work_done(s) for s in finished]
         timing.ended = max((m for m in moments if m is not None), default=timing.progress)
     elif (planned or preempted) and not bad:
         timing.outcome = "planned"
@@ -273,7 +237,7 @@ def _outcome(timing: Timing, run: RunFacts, following: Attempt | None, offsets: 
         # The older library's launchers log that an attempt ended, but not how.
         timing.outcome = "finished"
         timing.ended = max(time for time, _ in ends)
-    starts = [m.time - offsets.at(m.attempt, m.host) for m in timing.marks if m.kind == EventKind.RANKS_STARTED]
+    starts = [m.time for m in timing.marks if m.kind == EventKind.RANKS_STARTED]
     timing.relaunched = max((t for t in starts if t >= timing.progress), default=None)
     if timing.noticed is not None:
         timing.noticed = min(max(timing.noticed, timing.progress), end)

@@ -2,12 +2,12 @@
 
 Lines of one rank normally come in order; a late, duplicate or torn line changes the result by no more than that line.
 The attempt number decides which attempt a line belongs to. Within one number a rank whose step number goes back while
-its clock goes forward begins a new segment.
+its clock goes forward begins a new segment. A line that does not fit the schema, or that lies outside the life of its
+process, is refused and counted, because none of our writers can have written it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from math import isfinite
 from typing import Any
@@ -15,14 +15,14 @@ from typing import Any
 from resiliency.events import Event, EventKind
 from resiliency.telemetry.facts import Mark, RunFacts, Segment, parse_stamp
 from resiliency.telemetry.plain_text import plain
-from resiliency.telemetry.stepstats import StepLine, StepStats
+from resiliency.telemetry.segment import LIFE_TOLERANCE_S
+from resiliency.telemetry.stepstats import StepLine
 
 __all__ = ["Collector"]
 
-#: Key of a segment that is still open: attempt number (None when the log has none) and rank or node.
-_Key = tuple[int | None, int]
-#: An event that is held back, with its kind and time.
-_Held = tuple[Mapping[str, Any], str, float]
+#: Key of a segment that is still open: attempt number (None when the log has none), rank or node, and host; "" is for
+#: the latest one on any host.
+_Key = tuple[int | None, int, str]
 
 _MARKED = frozenset(
     {
@@ -46,35 +46,26 @@ _MARKED = frozenset(
 )
 #: Stalls of a rank, which belong to no tier.
 _STALLS = frozenset({EventKind.CHECKPOINT_STARTED, EventKind.CHECKPOINT_FENCED})
-#: Events that may show that the segment before them has ended, each with the attribute of a segment that gets its time.
-_BEGINNINGS = {
-    EventKind.JOB_STARTED: "started",
-    EventKind.RESTORE_STARTED: "restore",
-    EventKind.CHECKPOINT_LOADED: "loaded",
-    EventKind.TRAIN_STARTED: "train",
-}
+#: Events that may show that the segment before them has ended.
+_BEGINNINGS = frozenset(
+    {EventKind.JOB_STARTED, EventKind.RESTORE_STARTED, EventKind.CHECKPOINT_LOADED, EventKind.TRAIN_STARTED}
+)
+#: Events that may carry a time from before the start of their process is logged: spans are kept until there is a log.
+_EARLY = frozenset({EventKind.JOB_STARTED, EventKind.SPAN_STARTED, EventKind.SPAN_ENDED})
 #: Fields that name the rank an event is about; its ``rank`` is the one that wrote it.
 _SUBJECT = ("worker", "worker_rank", "lost_rank", "global_rank")
 MAX_SECONDS = 1e9
-MAX_CLOCKS = 65_536
-#: A doubted line follows another one when its number is higher by no more than this (and the steps that it covers).
-NEXT_STEPS = 64
-#: Once a leap of some steps between two lines is confirmed, leaps of this many times as many are not doubted.
-MOST_PACES = 64
-#: Seconds by which a stall may seem to begin before the end of the last step, because that step's line came late.
-LONGEST_OVERLAP_S = 1.0
+MAX_OTHERS = 65_536
 #: The last events that were read, this many or more and no steps, are known when they are read again.
 MOST_SEEN = 1 << 17
+#: Any step number is below this.
+ANY_STEP = 1 << 62
 #: Characters of the name of a span.
 MOST_NAME = 80
 #: Files of a rank's output, and characters of their paths.
 MOST_LOGS, MOST_PATH = 4, 1024
-#: Longest start that is believed, in seconds: a launcher that ran for longer before was not starting this attempt.
+#: A launcher that has run for longer than this many seconds was not starting this attempt.
 LONGEST_START_S = 86_400.0
-#: Longest time from the start of our launcher to its first line, in seconds: all it does before is to import itself.
-LONGEST_IMPORT_S = 600.0
-#: Most hosts, other than its first one, that a rank may have moved to under one attempt number.
-MOST_MOVES = 8
 
 
 def _number(value: object) -> float | None:
@@ -112,12 +103,6 @@ def _seconds(value: object) -> float:
     return number if number is not None and 0.0 < number < MAX_SECONDS else 0.0
 
 
-def _since(record: Mapping[str, Any], key: str) -> float:
-    """Seconds since a part of this start began; 0 when the event does not tell, or tells more than is believed."""
-    seconds = _seconds(record.get(key))
-    return seconds if seconds < LONGEST_START_S else 0.0
-
-
 def _name(value: object) -> str:
     """The name of a span as a report shows it."""
     return str(value or "unnamed")[:MOST_NAME]
@@ -145,6 +130,18 @@ def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
     return {key: plain(value) for key, value in record.items()}
 
 
+def _fits_schema(record: Mapping[str, Any]) -> bool:
+    """True when what names the process of an event is what our writers, or the older library's, can have written."""
+    if not isinstance(record.get("event_type"), str):
+        return False
+    if "attempt" in record and _count(record["attempt"]) is None:
+        return False  # taken as None, it would be an attempt of its own
+    rank = record.get("rank")
+    if record["event_type"] == EventKind.STEP:
+        return _count(rank) is not None and _count(record.get("step")) is not None
+    return rank is None or rank == -1 or _count(rank) is not None  # -1: a launcher, an agent, a supervisor
+
+
 class Collector:
     """Sorts events into runs. Thread: one.
 
@@ -158,11 +155,6 @@ class Collector:
         #: Open segments by run.
         self._open: dict[str, dict[_Key, Segment]] = {}
         self._open_nodes: dict[str, dict[_Key, Segment]] = {}
-        #: By run: the hosts of its ranks.
-        self._hosts: defaultdict[str, set[str]] = defaultdict(set)
-        #: By run, attempt and rank: hosts other than that of the rank's first line, each with the event from there that
-        #: waits for a second one; None once the second one has come.
-        self._moved: dict[tuple[str, int | None, int], dict[str, _Held | None]] = {}
         #: Hashes of the last events, in two sets, of which the older one is forgotten when the newer one is full.
         self._seen: set[int] = set()
         self._seen_before: set[int] = set()
@@ -213,24 +205,21 @@ class Collector:
             }
         if not is_plain and not _are_plain(record.values()):
             record = _plain(record)
-        kind = record.get("event_type")
         name = record.get("job_name")
         if not isinstance(name, str) or not name:
             name = "default"
         run = self.runs.get(name) or self.run(name)
         run.events += 1
-        if not isinstance(kind, str):
-            run.quality["bad_values"] += 1
-            return
-        attempt = _count(record.get("attempt"))
-        if attempt is None and "attempt" in record:
-            run.quality["bad_values"] += 1  # taken as None, it would be an attempt of its own
-            return
         stamp = record.get("timestamp", record.get("time"))
         time = parse_stamp(stamp)
+        if not _fits_schema(record):
+            run.quality["bad_values"] += 1
+            return
         if time is None:
             run.quality["bad_times"] += 1
             return
+        kind: str = record["event_type"]
+        attempt = _count(record.get("attempt"))
         if kind == EventKind.STEP:
             self._parse_step(run, record, time, attempt)
             return
@@ -256,44 +245,32 @@ class Collector:
         rank = _count(record.get("rank"))
         mono = _monotonic(record.get("monotonic_s"))
         host = str(record.get("host") or "")
-        owner: Segment | None = None
         handler = self._handlers.get(kind)
-        known = self._open[run.name].get((attempt, rank)) if rank is not None else None
-        if known is not None and host and known.host and host != known.host:
-            if handler is not None and self._is_held(run, known, kind, time, mono, host, record):
+        segment = None if rank is None else self._known(run, attempt, rank, host)
+        if handler is not None and (segment is None or kind in _BEGINNINGS):
+            segment = self._segment(run, kind, time, mono, attempt, rank, record)
+        if segment is not None and handler is not None and kind not in _EARLY:
+            if mono is not None and not segment.lived_at(segment.time_of(time, mono) or time):
+                run.quality["refused_outside_life"] += 1
                 return
-            if self._moved.get((run.name, attempt, known.lane), {}).get(host, ()) is not None:
-                known = None  # the event is of another process
-        if handler is not None:
-            if known is not None and known.host and kind not in _BEGINNINGS:
-                segment: Segment | None = known  # what _segment returns, without the call: this runs for each save
-            else:
-                segment = self._segment(run, kind, time, mono, attempt, rank, _count(record.get("node_rank")), host)
-            if segment is not None:
-                owner = segment
-                time = segment.hear(time, mono)
-                segment.saw(time)
-                handler(run, segment, time, record)
-        if owner is None and known is not None:
-            owner = known
-            time = known.hear(time, mono)
-        elif owner is None and mono is not None and host:
-            clock = run.others.get((host, attempt))
-            if clock is None and len(run.others) < MAX_CLOCKS:
-                clock = run.others[host, attempt] = Segment(attempt=attempt, lane=-1, host=host, serial=-1)
-            if clock is not None:
-                clock.boot = str(record.get("boot") or clock.boot)[:MOST_NAME]
-                owner = clock
-                time = clock.hear(time, mono)
-        if owner is not None:
-            owner.wrote(time)
-        else:
-            run.saw_alone(time)
-        run.saw(time)
+            segment.acts += 1
+        if segment is not None and not segment.host:
+            segment.host = host
+        owner = segment if segment is not None else _other(run, attempt, host, record)
+        time = owner.hear(time, mono if segment is not None or owner.host else None)  # else it may be of any host
+        if segment is not None and handler is not None:
+            segment.saw(time)
+            handler(run, segment, time, record)
+        owner.wrote(time)
         if kind not in _STALLS:
             self._job_level(run, kind, time, rank, attempt, host, record, owner)
 
     # -- segments ------------------------------------------------------------------------------------------------
+
+    def _known(self, run: RunFacts, attempt: int | None, rank: int, host: str) -> Segment | None:
+        """The open segment of a rank: that of this host, else the latest one."""
+        table = self._open[run.name]
+        return table.get((attempt, rank, host)) or table.get((attempt, rank, ""))
 
     def _segment(
         self,
@@ -303,11 +280,11 @@ class Collector:
         mono: float | None,
         attempt: int | None,
         rank: int | None,
-        node: int | None,
-        host: str,
+        record: Mapping[str, Any],
     ) -> Segment | None:
         """The open segment of this rank (or node), or a new one when the event shows that the old one has ended. None
         when the event names neither."""
+        node, host = _count(record.get("node_rank")), str(record.get("host") or "")
         if rank is not None:
             table, store, lane = self._open[run.name], run.segments, rank
         elif node is not None and kind in (EventKind.JOB_STARTED, EventKind.JOB_TERMINATED):
@@ -315,175 +292,81 @@ class Collector:
             host = host or f"node-{node}"
         else:
             return None
-        key = (attempt, lane)
-        segment = table.get(key)
-        if segment is None or (
-            kind in _BEGINNINGS
-            and self._is_over(segment, kind, segment.guess(time, mono))
-            and not segment.lacks(_BEGINNINGS[kind], mono)
-        ):
-            rollback = segment is not None and kind in (EventKind.RESTORE_STARTED, EventKind.CHECKPOINT_LOADED)
-            segment = self._new(run, table, store, key, host)
-            segment.rollback = rollback
-        elif host and not segment.host:
-            segment.host = host
+        segment = table.get((attempt, lane, host)) or table.get((attempt, lane, ""))
+        if segment is None:
+            return self._new(table, store, attempt, lane, host)
+        now = segment.time_of(time, mono) or time
+        if kind == EventKind.JOB_STARTED:
+            if _is_of_another(segment, record, now) or _is_over(segment, kind, now, time):
+                return self._new(table, store, attempt, lane, host)
+        elif kind in _BEGINNINGS and _is_over(segment, kind, now, time):
+            segment = self._new(table, store, attempt, lane, host, before=segment)
+            segment.rollback = kind != EventKind.TRAIN_STARTED
         return segment
 
-    def _is_held(
+    def _new(
         self,
-        run: RunFacts,
-        segment: Segment,
-        kind: str,
-        time: float,
-        mono: float | None,
+        table: dict[_Key, Segment],
+        store: list[Segment],
+        attempt: int | None,
+        lane: int,
         host: str,
-        record: Mapping[str, Any],
-    ) -> bool:
-        """True when this line is held back. A rank's line that comes from a host of other ranks waits for a second one
-        from there, because either the rank was moved or this one line has the wrong rank or host."""
-        is_over = kind in _BEGINNINGS and self._is_over(segment, kind, segment.guess(time, mono))
-        key = (segment.attempt, segment.lane)
-        hosts = self._moved.setdefault((run.name, *key), {})
-        if not is_over and host not in hosts and len(hosts) < MOST_MOVES and host in self._hosts[run.name]:
-            hosts[host] = (record, kind, time)
-            run.lines_held += 1
-            return True
-        first = hosts.get(host)
-        if first is not None:
-            hosts[host] = None
-            run.lines_held -= 1
-            if segment.lines <= 1 and not is_over:  # the segment's only line may be the wrong one
-                self._new(run, self._open[run.name], run.segments, key, host)
-            self._take(run, *first, segment.attempt)
-        return False
-
-    def _new(self, run: RunFacts, table: dict[_Key, Segment], store: list[Segment], key: _Key, host: str) -> Segment:
-        segment = Segment(attempt=key[0], lane=key[1], host=host, serial=len(store))
-        table[key] = segment
-        if store is run.segments:
-            self._hosts[run.name].add(host)
+        *,
+        before: Segment | None = None,
+    ) -> Segment:
+        """Opens a segment; ``before`` is the one before it in the same process."""
+        segment = Segment(attempt=attempt, lane=lane, host=host, serial=len(store))
+        if before is not None:
+            segment.host, segment.boot, segment.offset = before.host, before.boot, before.offset
+        table[attempt, lane, host] = table[attempt, lane, ""] = segment
         store.append(segment)
         self.generation += 1
         return segment
 
-    @staticmethod
-    def _is_over(segment: Segment, kind: str, time: float) -> bool:
-        if kind == EventKind.JOB_STARTED:
-            began = segment.steps.high >= 0 or segment.terminated is not None or segment.train is not None
-            if segment.attempt is None:
-                # The older library logs no attempt numbers: each start is a new attempt.
-                began = began or segment.started is not None
-            end = segment.end
-            return began and end is not None and time > end
-        if kind in (EventKind.RESTORE_STARTED, EventKind.CHECKPOINT_LOADED):
-            last = segment.last_step_time()
-            return last is not None and time > last
-        if kind == EventKind.TRAIN_STARTED:
-            return segment.train_ended is not None and time > segment.train_ended
-        return False
-
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def segment_for_step(self, run: RunFacts, attempt: int | None, rank: int, host: str) -> Segment:
-        table = self._open[run.name]
-        segment = table.get((attempt, rank))
+        segment = self._known(run, attempt, rank, host)
         if segment is None:
-            segment = self._new(run, table, run.segments, (attempt, rank), host)
+            segment = self._new(self._open[run.name], run.segments, attempt, rank, host)
         return segment
 
-    def add_step(
-        self,
-        run: RunFacts,
-        segment: Segment,
-        step: int,
-        count: int,
-        step_s: float,
-        data_s: float,
-        stall_s: float,
-        eval_s: float,
-        busy_s: float,
-        in_flight: bool,
-        max_s: float,
-        stamp: bytes | float,
-        mono: float | None,
-        loop_s: float = 0.0,
-    ) -> None:
+    def add_step(self, run: RunFacts, segment: Segment, line: StepLine) -> None:
         """Adds one step line. A step number that was seen before is a copy, or shows that the rank went back and began
         a new segment."""
+        step, stamp, mono = line[0], line[9], None if line[10] is None else float(line[10])
+        if segment.offset is None and mono is not None:
+            segment.offset = (parse_stamp(stamp) or 0.0) - mono
+        if mono is not None and not segment.lived_at(segment.time_of(stamp, mono) or 0.0):
+            run.quality["refused_outside_life"] += 1
+            return
         stats = segment.steps
-        line = (step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono, loop_s)
-        if step > stats.most and step - count != stats.high:
-            if not self._is_confirmed(run, segment, line):
-                return
-            stats = segment.steps
-        elif step <= stats.high:
+        if step <= stats.high:
             is_late = stats.missing(step)
             later = _later(stamp, mono, stats.last_stamp, stats.last_mono)
             if not later and not is_late:
                 run.quality["duplicates"] += 1
                 return
             if later and (not is_late or step <= stats.low):
-                if not self._is_confirmed(run, segment, line):
-                    return
-                segment = self._open[run.name][segment.attempt, segment.lane]
+                table, key = self._open[run.name], (segment.attempt, segment.lane, segment.host)
+                segment = self._new(table, run.segments, *key, before=segment)
+                segment.rollback = True
                 stats = segment.steps
             else:
                 run.quality["late_lines"] += 1
-        stats.add(step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono, loop_s)
-
-    def _is_confirmed(self, run: RunFacts, segment: Segment, line: StepLine) -> bool:
-        """True when the doubted line before confirms ``line``, whose step number leaps, or goes back as the clock goes
-        on.
-
-        A first such line only waits for the next one (False), because one wrong number must not end a segment. On True
-        the line that waited has been added, to a new segment if the rank went back, and the caller adds ``line``.
-        """
-        stats = segment.steps
-        waited, stats.waits = stats.waits, line
-        if waited is None or not _follows(line, waited, stats):
-            run.quality["steps_set_aside"] += 1
-            return False
-        stats.waits = None
-        run.quality["steps_set_aside"] -= 1
-        stats.leap = max(stats.leap, MOST_PACES * (line[0] - waited[0]))
-        near = line[0] <= waited[0] + NEXT_STEPS + line[1]
-        if near and len(stats.head) == 1 and not stats.clean and not stats.flight:
-            run.quality["steps_set_aside"] += 1  # the segment's first line was wrong
-            segment.steps = StepStats()
-            self.generation += 1
-        elif line[0] <= stats.high:
-            segment = self._new(run, self._open[run.name], run.segments, (segment.attempt, segment.lane), segment.host)
-            segment.rollback = True
-        segment.steps.add(*waited)
-        if not run.quality["steps_set_aside"]:
-            del run.quality["steps_set_aside"]
-        return True
+        stats.add(*line)
+        stats.most = ANY_STEP if segment.ended is None else -1
 
     def _parse_step(self, run: RunFacts, record: Mapping[str, Any], time: float, attempt: int | None) -> None:
-        rank, step = _count(record.get("rank")), _count(record.get("step"))
-        count = _count(record.get("count")) or 1
-        if rank is None or step is None:
-            run.quality["bad_values"] += 1
-            return
-        count = min(count, max(step, 1))
+        rank, step = _count(record.get("rank")) or 0, _count(record.get("step")) or 0
+        count = min(_count(record.get("count")) or 1, max(step, 1))
         segment = self.segment_for_step(run, attempt, rank, str(record.get("host") or ""))
-        step_s = _seconds(record.get("step_s"))
-        self.add_step(
-            run,
-            segment,
-            step,
-            count,
-            step_s,
-            _seconds(record.get("data_wait_s")),
-            _seconds(record.get("stall_s")),
-            _seconds(record.get("eval_s")),
-            _seconds(record.get("busy_s")),
-            record.get("save_in_flight") is True,
-            _seconds(record.get("step_max_s")) or step_s / count,
-            time,
-            _monotonic(record.get("monotonic_s")),
-            _seconds(record.get("loop_s")),
-        )
+        names = ("step_s", "data_wait_s", "stall_s", "eval_s", "busy_s", "loop_s")
+        step_s, data_s, stall_s, eval_s, busy_s, loop_s = (_seconds(record.get(name)) for name in names)
+        in_flight, max_s = record.get("save_in_flight") is True, _seconds(record.get("step_max_s")) or step_s / count
+        mono = _monotonic(record.get("monotonic_s"))
+        line = (step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, time, mono, loop_s)
+        self.add_step(run, segment, line)
 
     # -- one handler per kind --------------------------------------------------------------------------------------
 
@@ -491,18 +374,18 @@ class Collector:
         if segment.started is not None:
             run.quality["duplicates"] += 1
         if segment.started is None or time < segment.started:
-            segment.put("started", time)
-        if since := _since(record, "since_process_s"):
-            segment.put("process", time - since)
-        if since := _since(record, "since_callback_s"):
-            segment.put("callback", time - since)
+            segment.started = time
+        if since := _seconds(record.get("since_process_s")):
+            segment.process = time - since
+        if since := _seconds(record.get("since_callback_s")):
+            segment.callback = time - since
             if record.get("imports_s") is not None:
                 segment.imports_s = _seconds(record.get("imports_s"))
-        if since := _since(record, "since_group_s"):
-            segment.put("group", time - since)
-            segment.put("grouped", min(time, time - since + _seconds(record.get("group_s"))))
-        if since := _since(record, "opening_s"):
-            segment.put("opening", time - since)
+        if since := _seconds(record.get("since_group_s")):
+            segment.group = time - since
+            segment.grouped = min(time, time - since + _seconds(record.get("group_s")))
+        if since := _seconds(record.get("opening_s")):
+            segment.opening = time - since
         if (workload := record.get("workload")) and isinstance(workload, str) and len(run.workloads) < MOST_LOGS:
             run.workloads.add(workload)
         logs = record.get("logs")
@@ -510,27 +393,25 @@ class Collector:
             segment.logs = tuple(str(path)[:MOST_PATH] for path in logs[:MOST_LOGS])
         segment.device = str(record.get("device") or segment.device)[:32]
         segment.boot = str(record.get("boot") or segment.boot)[:MOST_NAME]
-        if since := _since(record, "since_launcher_s"):
-            segment.put("launched", time - since)
+        if 0.0 < (since := _seconds(record.get("since_launcher_s"))) < LONGEST_START_S:
+            segment.launched = time - since
         segment.world = _count(record.get("world_size")) or segment.world
 
     def _restore_started(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         if segment.restore is None or time < segment.restore:
-            segment.put("restore", time)
+            segment.restore = time
 
     def _loaded(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         step = _count(record.get("step"))
         if segment.loaded is None or time >= segment.loaded:
-            segment.put("loaded", time)
+            segment.loaded = time
             segment.loaded_step = step if step is not None else segment.loaded_step
             segment.loaded_s = _seconds(record.get("duration_s")) or segment.loaded_s
             segment.loaded_from = str(record.get("source") or record.get("tier") or segment.loaded_from)
 
     def _train_started(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         if segment.train is None or time < segment.train:
-            segment.put("train", time)
-        if segment.steps.high < 0:
-            segment.steps.begins(time, _monotonic(record.get("monotonic_s")))
+            segment.train = time
         step = _count(record.get("step"))
         segment.train_step = step if step is not None else segment.train_step
         world = _count(record.get("world_size")) or segment.world
@@ -540,16 +421,17 @@ class Collector:
 
     def _train_ended(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         if segment.train_ended is None or time > segment.train_ended:
-            segment.put("train_ended", time)
+            segment.train_ended = time
 
     def _job_terminated(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         if segment.terminated is None or time > segment.terminated:
-            segment.put("terminated", time)
+            segment.terminated = time
         # The first reason counts: an engine that is closed afterwards only follows from it.
         segment.reason = segment.reason or str(record.get("reason") or "")
 
     def _process_ended(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
-        """Does nothing: only the event's time counts, and the segment has seen that already."""
+        segment.ended = time
+        segment.steps.most = -1  # steps after this one are not its own
 
     def _span_started(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         segment.span_began(_name(record.get("span")), time)
@@ -559,11 +441,6 @@ class Collector:
 
     def _stalled(self, run: RunFacts, segment: Segment, time: float, record: Mapping[str, Any]) -> None:
         stall = _seconds(record.get("stall_s"))
-        if stall > LONGEST_OVERLAP_S:
-            before = segment.last_step_time() or segment.train
-            if before is not None and 0.0 <= time - before < stall - LONGEST_OVERLAP_S:
-                run.too_long += 1
-                return  # longer than the time since the step before
         if record.get("event_type") == EventKind.CHECKPOINT_STARTED:
             segment.saves += 1
         if stall > 0.0:
@@ -581,28 +458,64 @@ class Collector:
         attempt: int | None,
         host: str,
         record: Mapping[str, Any],
-        owner: Segment | None,
+        owner: Segment,
     ) -> None:
         """Events about the run as a whole, whichever process wrote them."""
         step = _count(record.get("step"))
         if kind == EventKind.LAUNCHER_STARTED and (since := _seconds(record.get("since_process_s"))):
-            if since < LONGEST_IMPORT_S:
-                time -= since
-            else:
-                run.starts_forgotten += 1
+            time -= since
         if kind in _MARKED or (kind == EventKind.PROCESS_ENDED and rank is None):
             subject = next((n for n in (_count(record.get(key)) for key in _SUBJECT) if n is not None), None)
             about = str(record.get("lost_host") or record.get("node") or host)
             fields = {k: v for k, v in record.items() if k not in _COMMON and isinstance(v, (str, int, float, bool))}
             who = subject if subject is not None else rank
-            told = owner.told_now(time) if owner is not None else None
-            run.mark(Mark(time, kind, who, about, attempt, step, rank is None, fields, told, owner))
+            run.mark(Mark(time, kind, who, about, attempt, step, fields, owner))
         if kind == EventKind.USER_SCHEDULED:
             run.scheduled = time if run.scheduled is None else min(time, run.scheduled)
         elif kind == EventKind.USER_TERMINATED:
             run.terminated = time if run.terminated is None else max(time, run.terminated)
         elif kind.startswith("checkpoint_"):
             _checkpoint(run, kind, time, step, f"{rank}@{host}", record)
+
+
+def _other(run: RunFacts, attempt: int | None, host: str, record: Mapping[str, Any]) -> Segment:
+    """The processes of a host that are no ranks."""
+    key = (host, attempt) if len(run.others) < MAX_OTHERS else ("", None)
+    other = run.others.get(key)
+    if other is None:
+        other = run.others[key] = Segment(attempt=key[1], lane=-1, host=key[0], serial=-1)
+    other.boot = str(record.get("boot") or other.boot)[:MOST_NAME]
+    return other
+
+
+def _is_of_another(segment: Segment, record: Mapping[str, Any], time: float) -> bool:
+    """True when the process of this ``job_started`` is not that of ``segment``: it runs in another boot (its rank was
+    moved, or its host was rebooted), or all that is known of the segment was before it began."""
+    if segment.started is None:
+        ages = ("since_process_s", "since_callback_s", "since_group_s", "opening_s")
+        began = time - max(_seconds(record.get(age)) for age in ages)
+        return bool(segment.acts) and segment.end is not None and segment.end < began - LIFE_TOLERANCE_S
+    boot = record.get("boot")
+    return bool(boot and segment.boot and boot != segment.boot)
+
+
+def _is_over(segment: Segment, kind: str, time: float, wall: float) -> bool:
+    """True when an event of this kind begins a new segment. ``time`` is by the clock of the segment, ``wall`` as its
+    line tells it."""
+    if kind == EventKind.JOB_STARTED:
+        ends = (segment.terminated, segment.train, segment.ended)
+        began = segment.steps.high >= 0 or any(one is not None for one in ends)
+        if segment.attempt is None:
+            # The older library logs no attempt numbers: each start is a new attempt.
+            began = began or segment.started is not None
+        if segment.started is not None:
+            time = max(time, wall)  # the host may have been rebooted, so that its monotonic clock began anew
+        end = segment.end
+        return began and end is not None and time > end
+    if kind == EventKind.TRAIN_STARTED:
+        return segment.train_ended is not None and time > segment.train_ended
+    last = segment.last_step_time()
+    return last is not None and time > last
 
 
 def _content(record: Mapping[str, Any]) -> Hashable:
@@ -617,14 +530,6 @@ def _content(record: Mapping[str, Any]) -> Hashable:
 _COMMON = frozenset(
     {"timestamp", "job_name", "event_type", "v", "monotonic_s", "attempt", "rank", "host", "step", "time"}
 )
-
-
-def _follows(line: StepLine, waited: StepLine, stats: StepStats) -> bool:
-    """True when ``line`` goes on from ``waited``, both of them doubted, and no other line came in between: so logs a
-    process, each step or every hundredth, whose step number has leapt or gone back."""
-    if not waited[0] < line[0] or not _later(waited[9], waited[10], stats.last_stamp, stats.last_mono):
-        return False
-    return line[0] <= max(waited[0] + NEXT_STEPS + line[1], 2 * waited[0] - stats.high, stats.high)
 
 
 def _later(

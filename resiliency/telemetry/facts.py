@@ -6,19 +6,17 @@ Its size is bounded by ranks x attempts, not by the number of events.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from resiliency.telemetry.segment import Segment, Told
+from resiliency.telemetry.segment import Segment
 from resiliency.telemetry.utc_stamps import parse_stamp
 
-__all__ = ["CheckpointTier", "DaySpan", "Mark", "RunFacts", "Segment", "Told", "parse_stamp"]
+__all__ = ["CheckpointTier", "Mark", "RunFacts", "Segment", "parse_stamp"]
 
 MAX_MARKS = 20_000
 MAX_SAVES = 4_096
-DAY_S = 86_400.0
-MAX_DAYS = 8_192
 
 
 @dataclass(frozen=True)
@@ -31,11 +29,8 @@ class Mark:
     host: str = ""
     attempt: int | None = None
     step: int | None = None
-    #: True when ``time`` is by the clock of a host, because no rank wrote the event.
-    hosts_clock: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    #: The two times as the event's line tells them, and the process whose clocks they are by.
-    told: Told | None = field(default=None, compare=False, repr=False)
+    #: The process that wrote it, by whose clock ``time`` is.
     by: Segment | None = field(default=None, compare=False, repr=False)
 
 
@@ -61,15 +56,6 @@ class CheckpointTier:
 
 
 @dataclass
-class DaySpan:
-    """The events of one day."""
-
-    first: float
-    last: float
-    events: int = 0
-
-
-@dataclass
 class RunFacts:
     """Everything kept about one run (one ``job_name``)."""
 
@@ -82,15 +68,8 @@ class RunFacts:
     #: (time, step) of checkpoints, thinned out evenly when there are very many.
     saves: list[tuple[float, int]] = field(default_factory=list)
     loads: list[tuple[float, int]] = field(default_factory=list)
-    #: By host and attempt: the clocks of the events that no rank wrote.
+    #: By host and attempt: the processes without a rank (launchers, agents), all in one.
     others: dict[tuple[str, int | None], Segment] = field(default_factory=dict)
-    #: Events by day since 1970.
-    days: dict[int, DaySpan] = field(default_factory=dict)
-    first: float | None = None
-    last: float | None = None
-    #: First and last time of the events that belong to no process with a monotonic clock.
-    first_alone: float | None = None
-    last_alone: float | None = None
     #: Times of the first ``user_scheduled`` and the last ``user_terminated``.
     scheduled: float | None = None
     terminated: float | None = None
@@ -100,13 +79,6 @@ class RunFacts:
     kinds: Counter[str] = field(default_factory=Counter)
     quality: Counter[str] = field(default_factory=Counter)
     gpus_per_rank: int = 1
-    #: Lines that were taken out of segments. ``starts_forgotten``: starts that were not believed.
-    lines_taken_out: int = 0
-    #: Lines that come from another host than the rest of their rank's, and wait for a second one from there.
-    lines_held: int = 0
-    starts_forgotten: int = 0
-    #: Stalls that were longer than the time since the step before.
-    too_long: int = 0
     #: Names of the supervisor's workload that its ranks tell.
     workloads: set[str] = field(default_factory=set)
 
@@ -130,26 +102,19 @@ class RunFacts:
         else:
             self.quality["marks_dropped"] += 1
 
-    def saw(self, time: float) -> None:
-        if self.first is None or time < self.first:
-            self.first = time
-        if self.last is None or time > self.last:
-            self.last = time
-        number = int(time // DAY_S)
-        day = self.days.get(number)
-        if day is None:
-            if len(self.days) >= MAX_DAYS:
-                return
-            day = self.days[number] = DaySpan(time, time)
-        if time < day.first:
-            day.first = time
-        elif time > day.last:
-            day.last = time
-        day.events += 1
+    @property
+    def processes(self) -> Sequence[Segment]:
+        """All that wrote to the log."""
+        return (*self.segments, *self.nodes, *self.others.values())
 
-    def saw_alone(self, time: float) -> None:
-        self.first_alone = time if self.first_alone is None else min(time, self.first_alone)
-        self.last_alone = time if self.last_alone is None else max(time, self.last_alone)
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """First and last moment that the log tells of; None without one."""
+        ends = [(one.start, one.end, one.earliest, one.latest) for one in self.processes]
+        times = [time for some in ends for time in some if time is not None]
+        times += [mark.time for mark in self.marks]
+        times += [time for time in (self.scheduled, self.terminated) if time is not None]
+        return (min(times), max(times)) if times else None
 
     def saved(self, time: float, step: int) -> None:
         self.saves.append((time, step))

@@ -217,26 +217,12 @@ class LogReader:
             loop_s = float(loop_b) if loop_b else 0.0
             in_flight = flight == b"true"
             steps += 1
-            if step == stats.high + count or stats.high < step <= stats.most:  # the first is True nearly always
+            if stats.high < step <= stats.most:  # nearly always
                 stats.add(step, count, step_s, data_s, stall_s, eval_s, busy_s, in_flight, max_s, stamp, mono, loop_s)
             else:
                 assert run is not None and segment is not None
-                add_step(
-                    run,
-                    segment,
-                    step,
-                    count,
-                    step_s,
-                    data_s,
-                    stall_s,
-                    eval_s,
-                    busy_s,
-                    in_flight,
-                    max_s,
-                    stamp,
-                    float(mono),
-                    loop_s,
-                )
+                times = (step_s, data_s, stall_s, eval_s, busy_s)
+                add_step(run, segment, (step, count, *times, in_flight, max_s, stamp, mono, loop_s))
         if run is not None:
             run.events += steps
         self.lines += lines

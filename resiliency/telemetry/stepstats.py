@@ -9,8 +9,6 @@ from __future__ import annotations
 from math import log
 from typing import NamedTuple
 
-from resiliency.telemetry.utc_stamps import parse_stamp
-
 __all__ = ["HEAD_STEPS", "Head", "StepLine", "StepStats", "Window", "middle", "typical"]
 
 #: The first lines of an attempt are kept one by one, to measure the warm-up.
@@ -41,6 +39,7 @@ class Window:
         "data_s",
         "eval_s",
         "flight_n",
+        "last_mono",
         "last_stamp",
         "last_step",
         "loop_s",
@@ -62,8 +61,9 @@ class Window:
         self.flight_n = 0
         self.max_s = 0.0
         self.last_step = -1
-        #: UTC stamp of ``last_step`` as written in the log (bytes) or in seconds (float).
+        #: UTC stamp and monotonic seconds of ``last_step``, as written in the log (bytes) or as a number.
         self.last_stamp: bytes | float = 0.0
+        self.last_mono: bytes | float | None = None
 
     @property
     def compute_s(self) -> float:
@@ -85,15 +85,11 @@ class Window:
         if other.last_step > self.last_step:
             self.last_step = other.last_step
             self.last_stamp = other.last_stamp
+            self.last_mono = other.last_mono
 
 
-_Opened = tuple[bytes | float, bytes | float | None, int]
 #: The arguments of :meth:`StepStats.add`.
 StepLine = tuple[int, int, float, float, float, float, float, bool, float, bytes | float, bytes | float | None, float]
-#: A step number that is higher than the last one by more than this is doubted, unless such steps follow each other.
-LEAP = 100_000
-#: More lines than this that claim more time than has passed are no single errors.
-MOST_TOO_LONG = 8
 
 
 class StepStats:
@@ -108,13 +104,9 @@ class StepStats:
         "high",
         "last_mono",
         "last_stamp",
-        "leap",
-        "long_s",
         "low",
-        "opened",
+        "most",
         "shift",
-        "too_long",
-        "waits",
         "windows",
         "_current",
         "_current_key",
@@ -135,48 +127,13 @@ class StepStats:
         self.last_stamp: bytes | float = 0.0
         #: Monotonic seconds of the last step, as written in the log (bytes) or as a number.
         self.last_mono: bytes | float | None = None
-        #: Lines that opened the last two windows, as (stamp, monotonic seconds, step): more samples of the two clocks.
-        self.opened: tuple[_Opened | None, _Opened | None] = (None, None)
         #: Step numbers below ``high`` that have not been seen, as (first, last).
         self.gaps: list[tuple[int, int]] = []
-        #: A doubted line that waits for the next one to confirm it.
-        self.waits: StepLine | None = None
-        #: By how much the step number may rise from a line to the next without being doubted.
-        self.leap = LEAP
-        #: Lines of more than ``long_s`` seconds are compared with the clocks; ``too_long`` of them claimed more time
-        #: than had passed.
-        self.long_s = 0.0
-        self.too_long = 0
+        #: The highest step number that a reader may add without asking the collector: -1 before the first step, and
+        #: after the end of the process.
+        self.most = -1
         self._current: Window | None = None
         self._current_key = -1
-
-    @property
-    def most(self) -> int:
-        """The highest step number that is not doubted. The first one may be any."""
-        return self.high + self.leap if self.high >= 0 else 1 << 62
-
-    def begins(self, time: float, mono: float | None) -> None:
-        """Sets the times before which the first step cannot have begun."""
-        self.last_stamp, self.last_mono = time, mono
-
-    def _believed(self, step: int, step_s: float, stamp: bytes | float, mono: bytes | float | None) -> float:
-        """Share in [0, 1] of a long line's seconds that fits between the line before and this one, by the clock that
-        leaves more room."""
-        before, now = parse_stamp(self.last_stamp), parse_stamp(stamp)
-        if step <= self.high or before is None or now is None:
-            return 1.0
-        most = now - before
-        if mono is not None and self.last_mono is not None:
-            most = max(most, float(mono) - float(self.last_mono))
-        if 0.0 <= most < step_s - max(1.0, 0.1 * most):
-            self.too_long += 1
-            if self.too_long > MOST_TOO_LONG:
-                # So many are no single errors: this writer counts otherwise. The account as a whole is cut to the time
-                # that has passed.
-                self.long_s, self.too_long = float("inf"), 0
-            return most / step_s
-        self.long_s = max(self.long_s, 2.0 * step_s)
-        return 1.0
 
     def missing(self, step: int) -> bool:
         """True when ``step`` is below the highest one and was never seen: a late line, not a duplicate."""
@@ -198,11 +155,6 @@ class StepStats:
         loop_s: float = 0.0,
     ) -> None:
         """Adds one line of ``count`` steps, the last of them ``step``. Seconds are sums over the line, all >= 0."""
-        if step_s > self.long_s:
-            share = self._believed(step, step_s, stamp, mono)
-            if share < 1.0:
-                step_s, data_s, stall_s, eval_s = step_s * share, data_s * share, stall_s * share, eval_s * share
-                loop_s, busy_s, max_s = loop_s * share, busy_s * share, max_s * share
         high = self.high
         if step > high:
             before = step - count
@@ -240,8 +192,6 @@ class StepStats:
         window = self._current
         if window is None or key != self._current_key:
             window = self._window(key)
-            if step > high:
-                self.opened = (self.opened[1], (stamp, mono, step))
         window.n += count
         window.step_s += step_s
         window.data_s += data_s
@@ -262,6 +212,7 @@ class StepStats:
         if step > window.last_step:
             window.last_step = step
             window.last_stamp = stamp
+            window.last_mono = mono
 
     def _fill(self, step: int, count: int, stamp: bytes | float, mono: bytes | float | None, step_s: float) -> None:
         """Adds a late line: removes its step numbers from the gaps."""

@@ -73,7 +73,7 @@ class Job:
         self.training = False
         bucket = Bucket.FIRST_START if self.attempt == 0 else Bucket.RESTART
         for rank in range(self.alive):
-            self.emit(EventKind.JOB_STARTED, rank, world_size=self.alive)
+            self.emit(EventKind.JOB_STARTED, rank, world_size=self.alive, boot=f"boot of {self.host(rank)}")
         self.advance(startup, bucket)
         if load is not None:
             for rank in range(self.alive):

@@ -172,11 +172,7 @@ def test_a_clock_set_during_the_run_does_not_tear_the_account() -> None:
     job.skew["host-0"] = -3600.0
     job.steps(50)
     job.finish()
-    collector = Collector()
-    for event in job.events:
-        collector.add(event)
-    ledger = account(collector.runs["job"], until=job.now)
-    assert_matches(ledger, job)
+    assert_matches(job.ledger(), job)
 
 
 # ---- copies, order, cuts
