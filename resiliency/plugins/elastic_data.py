@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from resiliency.errors import ConfigError
-from resiliency.plugins.resume.loader_recorder import is_stateful
+from resiliency.plugins.resume.generator_search import is_stateful
 
 __all__ = ["Dealing", "EpochPosition", "deal", "dealing_of", "epoch_order", "make_reproducible", "place_rest"]
 

@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 from resiliency.plugins.resume import rng
+from resiliency.plugins.resume.generator_search import is_stateful
+from resiliency.plugins.resume.own_generators import set_states, states_of
 
 __all__ = [
     "LoaderIteration",
@@ -30,13 +30,10 @@ __all__ = [
     "attach_recorder",
     "detach_recorder",
     "digest_of",
-    "generators_of",
-    "is_stateful",
     "iteration_of",
     "recorder_of",
     "restore_to",
     "samplers_of",
-    "set_generators",
     "snapshot_of",
     "workers_of",
 ]
@@ -106,12 +103,14 @@ class LoaderRecorder:
             requested.
         current: the iteration that was started last; None before the first one.
         replay: how the next iteration starts; None: as without a recorder.
+        resumed: the iterator of a loader that was opened at its own saved position; None from its next iteration on.
     """
 
     def __init__(self, deferred: Callable[[], bool]) -> None:
         self.deferred = deferred
         self.current: LoaderIteration | None = None
         self.replay: Replay | None = None
+        self.resumed: Any = None
 
 
 class _DeferredIterator:
@@ -144,8 +143,8 @@ class _CountingIterator:
         return self
 
     def __next__(self) -> Any:
-        if self.taken == 0 and self.iteration.begun is None:
-            self.iteration.begun = {"rng": rng.snapshot(), "generators": []}
+        if self.iteration.begun is None:
+            self.iteration.begun = {"rng": rng.snapshot(), "generators": {}}
         value = next(self._it)
         self.taken += 1
         return value
@@ -255,7 +254,7 @@ class _StatefulLoaderIndices:
         if self._replayed is None:
             return next(self._it)
         with rng.preserved():  # because the loader may skip the batches already taken only at the next request
-            restore_to(self._loader, self._replayed)
+            restore_to(self._loader, self._replayed, only_indices=True)
             return next(self._it)
 
 
@@ -321,16 +320,12 @@ def iteration_of(iterator: Any) -> LoaderIteration | None:
     return iteration
 
 
-def is_stateful(loader: Any) -> bool:
-    """True when the loader saves and loads its own position."""
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
-
-
 def _recording_iter(base: type) -> Callable[[Any], Iterator[Any]]:
     def __iter__(self: Any) -> Iterator[Any]:
         recorder: LoaderRecorder = self.__dict__[_RECORDER]
 
         def begin() -> Iterator[Any]:
+            _end_resumed(self, recorder)
             iteration = recorder.current = LoaderIteration(snapshot_of(self), lookahead_of(self))
             if recorder.replay is not None and recorder.replay.reseeds:
                 recorder.replay.opened = iteration.before
@@ -347,6 +342,20 @@ def _recording_iter(base: type) -> Callable[[Any], Iterator[Any]]:
         return _DeferredIterator(begin) if recorder.deferred() else begin()
 
     return __iter__
+
+
+def _end_resumed(loader: Any, recorder: LoaderRecorder) -> None:
+    """Reads on from the last batch of a resumed iteration, so that the loader notices its end.
+
+    Lightning reads as many batches as a loader has, and so never sees its end. A loader that forgets its restored
+    position only there (litData #770) would begin the next epoch at that position, or at its end.
+    """
+    iterator, recorder.resumed = recorder.resumed, None
+    if iterator is not None and iterator.taken == length_of(loader) and next(iterator, None) is not None:
+        log.warning(
+            "exact resume: %s has more batches than its length says; one was dropped at the end of the resumed epoch",
+            type(loader).__name__,
+        )
 
 
 def _recording_index_sampler(base: Any) -> property:
@@ -369,7 +378,8 @@ def _record_sampler(sampler: Any, loader: Any) -> None:
             return base.__iter__(self)  # type: ignore[no-any-return]
         replay, iteration = recorder.replay, recorder.current
         if replay is not None and replay.opened is not None:
-            restore_to(loader, replay.opened)  # each time, because torchdata opens a sampler several times
+            # Each time, because torchdata opens a sampler several times.
+            restore_to(loader, replay.opened, only_indices=True)
         opened = snapshot_of(loader)
         indices = base.__iter__(self)
         if is_stateful(indices):
@@ -408,6 +418,14 @@ def workers_of(loader: Any) -> int:
     return int(getattr(loader, "num_workers", 0) or 0)
 
 
+def length_of(loader: Any) -> int | None:
+    """The number of batches of a loader; None when it has no length."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def lookahead_of(loader: Any) -> int:
     """The largest number of batches by which the sampler may be ahead of the training loop."""
     return workers_of(loader) * int(getattr(loader, "prefetch_factor", None) or 2) + 1
@@ -428,27 +446,18 @@ def samplers_of(loader: Any, *, inner: bool = True) -> list[Any]:
     return list(found.values())
 
 
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """The generators that the user gave to the loader and its samplers, each once, always in the same order."""
-    owned = (getattr(owner, "generator", None) for owner in (loader, *samplers_of(loader)))
-    return list({id(generator): generator for generator in owned if isinstance(generator, torch.Generator)}.values())
-
-
-def set_generators(loader: Any, saved: dict[str, Any]) -> None:
-    """Sets the generators that the user gave to the loader to the states in ``saved``."""
-    for generator, state in zip(generators_of(loader), saved["generators"], strict=False):
-        generator.set_state(state)
-
-
 def snapshot_of(loader: Any) -> dict[str, Any]:
-    """Copies of the states of the process's generators and of those that the user gave to the loader."""
-    return {"rng": rng.snapshot(), "generators": [generator.get_state() for generator in generators_of(loader)]}
+    """Copies of the states of the process's generators and of those that the loader's objects own."""
+    return {"rng": rng.snapshot(), "generators": states_of(loader)}
 
 
-def restore_to(loader: Any, saved: dict[str, Any]) -> None:
-    """Sets the generators to the states that :func:`snapshot_of` returned."""
+def restore_to(loader: Any, saved: dict[str, Any], *, only_indices: bool = False) -> None:
+    """Sets the generators to the states that :func:`snapshot_of` returned.
+
+    ``only_indices``: of the loader's own, only those that choose indices.
+    """
     rng.restore(saved["rng"])
-    set_generators(loader, saved)
+    set_states(loader, saved["generators"], only_indices=only_indices)
 
 
 def digest_of(index: Any) -> int | None:

@@ -31,9 +31,10 @@ from typing import Any
 from resiliency.plugins._lightning import module_overrides
 from resiliency.plugins.resume import loader_positions, loop_repairs, rng
 from resiliency.plugins.resume.gradients import copy_gradients, place_gradients
-from resiliency.plugins.resume.loader_recorder import attach_recorder, detach_recorder, set_generators
+from resiliency.plugins.resume.loader_recorder import attach_recorder, detach_recorder
 from resiliency.plugins.resume.logged_metrics import capture_logged, restore_logged
 from resiliency.plugins.resume.metric_states import update_counts
+from resiliency.plugins.resume.own_generators import set_states, states_of
 from resiliency.plugins.resume.plain import NotPlain, from_plain, to_plain
 from resiliency.plugins.resume.trainable import KEY as TRAINABLE
 from resiliency.plugins.resume.trainable import Trainable
@@ -42,10 +43,10 @@ __all__ = ["RankState", "is_step_boundary"]
 
 log = logging.getLogger(__name__)
 
-_VERSION = 2
+_VERSION = 3  # 2: own generators of a loader as a list, those of torch only
 
 #: Keys of the state that a save copies unchanged from the restored state if no batch was fetched since the restart.
-_POSITION = ("gradients", "loaders", "index", "consumed", "ahead", "prefetched")
+_POSITION = ("gradients", "loaders", "index", "consumed", "ahead", "prefetched", "whole")
 
 
 def is_step_boundary(trainer: Any) -> bool:
@@ -82,6 +83,10 @@ class RankState:
         self._rng_before_validation: rng.Rng | None = None  # set while a validation runs or after an exception ended it
         self._rng_of_validation: rng.Rng | None = None  # states before the last validation
         self._persistent_open = False  # at the save, persistent workers of validation loaders were running
+        self._validation_generators: list[Any] | None = None  # loaded, and not set yet
+        self._generators_before_validation: list[Any] = []  # of the validation that runs, or the last one
+        self._whole = False  # an epoch has had as many batches as its loaders say
+        self._watched = 0  # number of epochs in which a loader may still be at its restored position
         self._counts: dict[int, int] = {}  # metric id -> number of updates before the current validation
         self._warned: set[str] = set()
         self._trainable = Trainable()
@@ -121,7 +126,7 @@ class RankState:
             if (loader := reference()) is not None:
                 detach_recorder(loader)
         self._patches, self._recorded = [], []
-        self._trainer = self._pending = self._rng_before_validation = None
+        self._trainer = self._pending = self._rng_before_validation = self._validation_generators = None
         self._placed = self._advancing = self._restarted = self._finished_batch = False
         self._trainable = Trainable()
 
@@ -154,8 +159,13 @@ class RankState:
         }
         if loop_repairs.repeats_validation(trainer):
             state["validated"] = self._rng_of_validation
+            state["validated_generators"] = self._generators_before_validation
+        validation = _validation_loaders(trainer)
+        state["validation_generators"] = [states_of(loader) for loader in validation]
         if self._rng_before_validation is not None and loop_repairs.is_within_validation(trainer):
-            state["rng"] = self._rng_before_validation  # because a restart runs the whole validation again
+            # because a restart runs the whole validation again
+            state["rng"] = self._rng_before_validation
+            state["validation_generators"] = self._generators_before_validation
         if hasattr(trainer.fit_loop, "_last_train_dl_reload_epoch"):
             state["last_reload"] = trainer.fit_loop._last_train_dl_reload_epoch
         caveats: list[str] = []
@@ -213,6 +223,14 @@ class RankState:
             )
             for i, (loader, iterator) in enumerate(zip(loaders, iterators, strict=True))
         ]
+        ended = bool(getattr(fetcher, "done", False))
+        workers = [loader_positions.worker_caveat(loader, reread=self.reread, ended=ended) for loader in loaders]
+        # A restart runs validations as a whole, so what their workers draw is repeated unless these outlive it.
+        workers += [
+            loader_positions.worker_caveat(one, reread=True, ended=True) for one in _validation_loaders(trainer)
+        ]
+        caveats += filter(None, workers)
+        state["whole"] = self._whole or _is_whole(fetcher)
         state["index"], state["consumed"] = max(0, index - undone), consumed
         stateful = any(entry["kind"] == "stateful" for entry in state["loaders"])
         state["ahead"], state["prefetched"] = self._prefetched(fetcher, undone, stateful, caveats)
@@ -235,6 +253,8 @@ class RankState:
         self._pending, self._placed, self._restarted = dict(state), False, True
         self._metrics_restored = False
         self._persistent_open = bool(state.get("persistent_validation"))
+        self._validation_generators = state.get("validation_generators")
+        self._whole, self._watched = bool(state.get("whole")), 2
 
     @property
     def is_pending(self) -> bool:
@@ -313,6 +333,11 @@ class RankState:
                 loop_repairs.settle_plateau(self._trainer, state)
                 loop_repairs.count_saved_batch(fit_loop)
                 rng.restore(state["rng"])
+                # Now, because Lightning may then reload the loaders, with generators that are new.
+                for loader, entry in _matching(fit_loop._combined_loader, state["loaders"]):
+                    set_states(loader, entry["generators"])
+                if _validation_loaders(self._trainer):
+                    self._place_validation_generators()
                 self._placed = True
             self._trainable.begin(self._trainer)
             original()
@@ -350,10 +375,22 @@ class RankState:
                     over = epoch_loop.done
         if not over:
             original(data_fetcher)
+            self._tell_short_epoch(data_fetcher)
         if self._restarted:
             loop_repairs.end_restart(self._trainer, metrics_restored=self._metrics_restored)
             self._restarted = False
         self._finished_batch = False
+
+    def _tell_short_epoch(self, fetcher: Any) -> None:
+        """Says when an epoch right after a resume has fewer batches than its loaders say, unless none ever had more."""
+        if self._watched and self._whole and fetcher.done and fetcher.length is not None and not _is_whole(fetcher):
+            names = ", ".join(dict.fromkeys(type(one).__name__ for one in fetcher.combined_loader.flattened))
+            self._warn_once(
+                f"{names} ended after {fetcher.fetched} of {fetcher.length} batches, right after a resume: it does not"
+                " leave its restored position. Reset the position where its iteration begins"
+            )
+        self._watched = max(0, self._watched - 1)
+        self._whole = self._whole or _is_whole(fetcher)
 
     def _on_epoch_run_start(self, original: Callable[[Any], None], data_fetcher: Any) -> None:
         original(data_fetcher)
@@ -368,12 +405,18 @@ class RankState:
         if self._persistent_open:
             self._persistent_open = False
             self._open_persistent()
+        if self._validation_generators is not None:
+            self._trainer.fit_loop.epoch_loop.val_loop.setup_data()  # else the validation does it, if not done before
+            self._place_validation_generators()
+        self._generators_before_validation = [states_of(loader) for loader in _validation_loaders(self._trainer)]
         self._rng_before_validation = self._rng_of_validation = rng.snapshot()
         self._counts = update_counts(self._trainer.lightning_module)
         pending = self._pending if loop_repairs.validates_at_restart(self._trainer) else None
         repeated = pending.get("validated") if pending is not None else None
         if repeated is not None:
             rng.restore(repeated)  # the last validation before the save runs again, with the same random numbers
+            self._validation_generators = pending.get("validated_generators") if pending is not None else None
+            self._place_validation_generators()
         self._trainable.validation_begins()
         result = original(*args, **kwargs)
         self._trainable.validation_ended()
@@ -383,6 +426,11 @@ class RankState:
             pending["rng"] = before if repeated is not None else rng.snapshot()
             rng.restore(pending["rng"])
         return result
+
+    def _place_validation_generators(self) -> None:
+        states, self._validation_generators = self._validation_generators, None
+        for loader, saved in zip(_validation_loaders(self._trainer), states or (), strict=False):
+            set_states(loader, saved)
 
     def _pass_over_validation(self, original: Callable[[], None]) -> None:
         """Keeps the generators unchanged while Lightning, at a restart, counts a finished validation as done, for which
@@ -414,21 +462,19 @@ class RankState:
                 state["world_size"],
                 trainer.world_size,
             )
-        loaders, entries = list(combined.flattened), state["loaders"]
-        if [entry["kind"] for entry in entries] != [loader_positions.kind_of(loader) for loader in loaders]:
+        pairs = _matching(combined, state["loaders"])
+        if len(pairs) < max(len(combined.flattened), len(state["loaders"])):
             log.warning(
                 "number or kinds of the train loaders changed since the save (%s): they start from the beginning",
-                [entry["kind"] for entry in entries],
+                [entry["kind"] for entry in state["loaders"]],
             )
-            loaders, entries = [], []
-        pairs = list(zip(loaders, entries, strict=True))
         combined.reset()  # closes iterators that were opened while the trainer was set up
         if pairs and trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0:
             self._continue_epoch(fetcher, combined, pairs, state)
         else:
             self._pending = None
             for loader, entry in pairs:
-                loader_positions.prepare_next_iteration(loader, entry)
+                self._tell_misplaced(loader, loader_positions.prepare_next_iteration(loader, entry))
             iter(fetcher)
 
     def _continue_epoch(self, fetcher: Any, combined: Any, pairs: list[tuple[Any, Any]], state: dict[str, Any]) -> None:
@@ -438,6 +484,7 @@ class RankState:
         self._pending = None
         mode, ahead = combined._iterator, state["ahead"]
         prefetched = None if state["prefetched"] is None else from_plain(state["prefetched"])
+        states = [states_of(loader) for loader, _ in pairs]
         again = 0 if prefetched is not None else ahead  # batches fetched ahead that must be read again
         for i, (loader, entry) in enumerate(pairs):
             if again:
@@ -449,11 +496,21 @@ class RankState:
         if ahead:
             fetcher.batches = prefetched or [batch for _ in range(again) if (batch := next(combined, None)) is not None]
         fetcher.fetched = fetched
-        for loader, entry in pairs:
-            set_generators(loader, entry)
+        for (loader, entry), iterator in zip(pairs, mode.iterators, strict=True):
+            self._tell_misplaced(loader, loader_positions.misplaced_generators(loader, iterator, entry))
+        for (loader, entry), now in zip(pairs, states, strict=True):
+            loader_positions.place_generators(loader, entry, now)
         rng.restore(state["rng"])
 
     # ---- helpers
+
+    def _tell_misplaced(self, loader: Any, paths: list[str]) -> None:
+        if paths:
+            self._warn_once(
+                f"{', '.join(paths)} of {type(loader).__name__} could not be brought to where it was at the save:"
+                " samples may come twice or never. Make a generator in __init__, with a seed, and draw from it"
+                " for this loader only"
+            )
 
     def _prefetched(self, fetcher: Any, undone: int, stateful: bool, caveats: list[str]) -> tuple[int, Any]:
         """The number of batches that Lightning has fetched ahead, and copies of them. The copies are None when no batch
@@ -472,6 +529,23 @@ class RankState:
         if message not in self._warned:
             self._warned.add(message)
             log.warning("exact resume: %s", message)
+
+
+def _matching(combined: Any, entries: list[Any]) -> list[tuple[Any, Any]]:
+    """Pairs of the train loaders and their saved positions; none when the number or the kinds have changed."""
+    loaders = list(combined.flattened) if combined is not None else []
+    same = [loader_positions.kind_of(loader) for loader in loaders] == [entry["kind"] for entry in entries]
+    return list(zip(loaders, entries, strict=True)) if same else []
+
+
+def _validation_loaders(trainer: Any) -> list[Any]:
+    return list(getattr(trainer.fit_loop.epoch_loop.val_loop._combined_loader, "flattened", ()))
+
+
+def _is_whole(fetcher: Any) -> bool:
+    """True when as many batches were fetched as the loaders say they have."""
+    length = getattr(fetcher, "length", None)
+    return length is not None and fetcher.fetched >= length > 0
 
 
 def _persistent_loaders(combined: Any) -> list[Any]:

@@ -165,6 +165,59 @@ class OwnStatefulLoader(OwnLoader):
         self.start = state["at"]
 
 
+def sample(number: int) -> torch.Tensor:
+    return torch.sin(torch.arange(FEATURES, dtype=torch.float32) * (number + 1))
+
+
+class Drawer:
+    """Integers below a bound from a generator of any kind, made once."""
+
+    def __init__(self, kind: str, seed: int = 3) -> None:
+        self.kind = kind
+        self.rng: Any = {
+            "random": random.Random,
+            "numpy": np.random.default_rng,
+            "legacy numpy": np.random.RandomState,
+            "torch": lambda seed: torch.Generator().manual_seed(seed),
+        }[kind](seed)
+
+    def below(self, bound: int) -> int:
+        if self.kind == "random":
+            return int(self.rng.randrange(bound))
+        if self.kind == "torch":
+            return int(torch.randint(bound, (), generator=self.rng))
+        return int(self.rng.integers(bound) if self.kind == "numpy" else self.rng.randint(bound))
+
+
+class Buffer(IterableDataset[torch.Tensor]):
+    """A shuffle buffer with a generator made in ``__init__``, so that every epoch has an order of its own."""
+
+    def __init__(self, length: int = 22, kind: str = "random", drawer: Drawer | None = None) -> None:
+        self.length, self.drawer = length, drawer or Drawer(kind)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        worker = get_worker_info()
+        ways, way = (1, 0) if worker is None else (worker.num_workers, worker.id)
+        held: list[int] = []
+        for number in range(way, self.length, ways):
+            held.append(number)
+            if len(held) == 5:
+                yield sample(held.pop(self.drawer.below(5)))
+        while held:
+            yield sample(held.pop(self.drawer.below(len(held))))
+
+
+class Augmented(Items):
+    """Map-style, with noise from a generator of its own."""
+
+    def __init__(self, length: int = 22, drawer: Drawer | None = None) -> None:
+        super().__init__(length)
+        self.drawer = drawer or Drawer("numpy")
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + self.drawer.below(1000) / 1000
+
+
 def stateful_loader(*args: Any, **kwargs: Any) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -257,7 +310,7 @@ class Case:
     trainer: dict[str, Any] = field(default_factory=dict)
     namespace: str = "lightning.pytorch"
     scheduler: str = "step"
-    val: bool = True
+    val: bool | Callable[[], Any] = True  # a few fixed samples, or what builds the loader
     step: str = "batch"  # what training_step is given: a batch, or the iterator
     late: bool = False  # the loaders are opened before the state is read, as with strategies that restore after setup
     rank_state: dict[str, Any] = field(default_factory=dict)
@@ -391,7 +444,7 @@ def run(
         callbacks=[callback] if saver else [],
         **settings,
     )
-    val = DataLoader(Items(5), batch_size=2) if case.val else None
+    val = case.val() if callable(case.val) else DataLoader(Items(5), batch_size=2) if case.val else None
     try:
         trainer.fit(module, case.loaders(), val, ckpt_path=str(ckpt) if ckpt else None)
     except (Stopped, SystemExit):
@@ -399,3 +452,33 @@ def run(
     return Outcome(
         digest(module), module.seen, callback.saves, module.batches, module.indices, callback.boundaries, trainer
     )
+
+
+# ---- the exam
+
+
+def everything(hook: str, number: int) -> bool:
+    return True
+
+
+def second_batch(hook: str, number: int) -> bool:
+    return (hook, number) == ("batch_end", 2)
+
+
+def chosen(saves: list[Save], seed: str) -> list[Save]:
+    """By lot one save within the first epoch and one after it; and the end of the first epoch from every side."""
+    lot = random.Random(seed)
+    ends = [next((s for s in saves if s.hook == hook), None) for hook in ("validation_end", "epoch_end")]
+    sides = [save for save in ends if save is not None]
+    at = saves.index(sides[0]) if sides else len(saves)
+    within = [lot.choice(saves[: max(1, at - 1)]), lot.choice(saves[at + 1 : -1] or saves)]
+    return list(dict.fromkeys([*within, saves[max(0, at - 1)], *sides]))
+
+
+def assert_equal_to(whole: Outcome, case: Case, folder: Path, saves: list[Save], **more: Any) -> None:
+    for save in saves:
+        resumed = run(case, folder, ckpt=save.path, **more)
+        done = len(whole.losses) - len(resumed.losses)
+        assert resumed.losses == whole.losses[done:], f"other steps after {save.hook} {save.number}"
+        assert resumed.indices == whole.indices[done:], f"other batch indices after {save.hook} {save.number}"
+        assert resumed.digest == whole.digest, f"other weights after {save.hook} {save.number}"

@@ -12,9 +12,20 @@ from typing import Any
 
 import lightning.pytorch.strategies
 import torch
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
-from tests.plugins.resume.resume_cases import Case, Items, PositionStream, Stream, run, stateful_loader, workers
+from tests.plugins.resume.resume_cases import (
+    Augmented,
+    Buffer,
+    Case,
+    Drawer,
+    Items,
+    PositionStream,
+    Stream,
+    run,
+    stateful_loader,
+    workers,
+)
 
 #: A collective that waits longer than this has lost a rank.
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)
@@ -75,6 +86,25 @@ CASES: dict[str, tuple[Callable[[int], Case], list[tuple[str, int]]]] = {
             trainer={"max_epochs": 1, "max_steps": 6, "val_check_interval": 3},
         ),
         [("batch_end", 4)],
+    ),
+    "a generator of its own for each rank": (
+        lambda rank: Case(
+            loaders=lambda: DataLoader(Buffer(20, drawer=Drawer("random", rank)), batch_size=4),
+            val=lambda: DataLoader(Augmented(6, drawer=Drawer("numpy", rank)), batch_size=2),
+            trainer={"max_epochs": 2},
+        ),
+        [("batch_end", 2), ("epoch_end", 1), ("batch_end", 7)],
+    ),
+    "sampler of the user with a generator, noise for each rank": (
+        lambda rank: Case(
+            loaders=lambda: DataLoader(
+                Augmented(40, drawer=Drawer("numpy", rank)),
+                batch_size=4,
+                sampler=RandomSampler(range(40), generator=torch.Generator().manual_seed(5)),
+            ),
+            trainer={"max_epochs": 2},
+        ),
+        [("batch_end", 2), ("batch_end", 7)],
     ),
 }
 

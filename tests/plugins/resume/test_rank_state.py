@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
@@ -24,17 +22,19 @@ from tests.plugins.resume.resume_cases import (
     Endless,
     Items,
     MegatronBatches,
-    Outcome,
     OwnLoader,
     OwnStatefulLoader,
     PositionStream,
-    Save,
     ShuffledBatches,
     SizedPositionStream,
     SizedStream,
     Stopped,
     Stream,
+    assert_equal_to,
+    chosen,
+    everything,
     run,
+    second_batch,
     stateful_loader,
     workers,
 )
@@ -44,21 +44,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread_and_quiet(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning sets it, and leaves it set
-    for package in ("lightning.pytorch", "pytorch_lightning"):
-        for part in ("utilities.rank_zero", "trainer.connectors.checkpoint_connector"):
-            monkeypatch.setattr(logging.getLogger(f"{package}.{part}"), "disabled", True)
-    threads, states = torch.get_num_threads(), (random.getstate(), np.random.get_state(), torch.get_rng_state())
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
 
 
 def loader(dataset: Any = None, **more: Any) -> DataLoader[Any]:
@@ -159,33 +144,6 @@ CASES: dict[str, Case] = {
     "combined, stateful": Case(loaders=lambda: [stateful_loader(PositionStream(22), batch_size=4), loader(Items(10))]),
 }
 SMALL = ["random sampler", "validation within the epoch", "accumulation", "stream", "stateful stream"]
-
-
-def everything(hook: str, number: int) -> bool:
-    return True
-
-
-def second_batch(hook: str, number: int) -> bool:
-    return (hook, number) == ("batch_end", 2)
-
-
-def chosen(saves: list[Save], seed: str) -> list[Save]:
-    """By lot one save within the first epoch and one after it; and the end of the first epoch from every side."""
-    lot = random.Random(seed)
-    ends = [next((s for s in saves if s.hook == hook), None) for hook in ("validation_end", "epoch_end")]
-    sides = [save for save in ends if save is not None]
-    at = saves.index(sides[0]) if sides else len(saves)
-    within = [lot.choice(saves[: max(1, at - 1)]), lot.choice(saves[at + 1 : -1] or saves)]
-    return list(dict.fromkeys([*within, saves[max(0, at - 1)], *sides]))
-
-
-def assert_equal_to(whole: Outcome, case: Case, folder: Path, saves: list[Save], **more: Any) -> None:
-    for save in saves:
-        resumed = run(case, folder, ckpt=save.path, **more)
-        done = len(whole.losses) - len(resumed.losses)
-        assert resumed.losses == whole.losses[done:], f"other steps after {save.hook} {save.number}"
-        assert resumed.indices == whole.indices[done:], f"other batch indices after {save.hook} {save.number}"
-        assert resumed.digest == whole.digest, f"other weights after {save.hook} {save.number}"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -93,7 +93,7 @@ def test_resumed_ranks_equal_the_undisturbed_ones(outcome: list[Ended]) -> None:
         for result in ended.results
         if result["case"] != "stock"
     ]
-    assert len(results) == RANKS * 21
+    assert len(results) == RANKS * 26
     assert [result for result in results if not (result["losses"] and result["weights"])] == []
 
 
