@@ -169,9 +169,9 @@ def find_single_files(
             elif damaged is not None:
                 damaged[path] = str(error)
             else:
-                logger.warning(
-                    "%s is not counted as a checkpoint: %s; put back a good copy of the file, or delete it", path, error
-                )
+                is_damaged = isinstance(error, CorruptShard)
+                advice = "put back a good copy of it, or delete it" if is_damaged else "let this user read it"
+                logger.warning("%s is not counted as a checkpoint: %s; %s", path, error, advice)
             continue
         if step is not None and run in (None, step.run) and name in step.names:
             found.setdefault((step.run, step.id), SingleFile(name, step))
