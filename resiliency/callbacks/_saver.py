@@ -169,9 +169,9 @@ class CheckpointSaver:
                 to_stock = False  # the stock class could not write either
             elif isinstance(error, ResiliencyError) and not isinstance(error, AgentError):
                 raise  # the settings are wrong, or the checkpoints that are there
-            elif self._trainer.world_size == 1:
+            elif self._trainer.world_size == 1 or isinstance(error, AgentError):
                 to_stock = True
-            elif isinstance(error, AgentError | OSError):
+            elif isinstance(error, OSError):
                 to_stock = False
             else:
                 raise  # the ranks cannot agree any more

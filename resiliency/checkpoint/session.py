@@ -20,7 +20,7 @@ from resiliency.checkpoint.lineage import Lineage
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
 from resiliency.checkpoint.rank_messages import AgentReady, RankJoin, SharedFolder, gather
 from resiliency.checkpoint.shard_plan import HostPart
-from resiliency.errors import DirectoryInUse, TierError, UnsupportedFormat
+from resiliency.errors import AgentError, DirectoryInUse, TierError, UnsupportedFormat
 from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
 from resiliency.launch.job_log import tell_launcher
 from resiliency.launch.leaving import close_when_left
@@ -257,7 +257,7 @@ def _connect(session: Session, coordinator: Coordinator, timeout: timedelta) -> 
     """Connects to the agent. Collective: yes.
 
     Raises:
-        Exception: on all ranks when one cannot.
+        DirectoryInUse, AgentError: on all ranks when one cannot; alone, a rank raises what it has met.
     """
     client = session.client
     problem, in_use = "", False
@@ -270,13 +270,15 @@ def _connect(session: Session, coordinator: Coordinator, timeout: timedelta) -> 
     answers = gather(coordinator, "agent", ready, timeout=timeout)
     problems = [answer.problem for answer in answers if answer.problem]
     if problem and (in_use or not any(answer.in_use for answer in answers)):
+        if coordinator.world_size > 1 and not isinstance(failure, AgentError):
+            raise AgentError(problem) from failure  # the ranks decide alike what becomes of the fit
         raise failure
     if problems:
         if not problem:
             client.close()
         if any(answer.in_use for answer in answers):
             raise DirectoryInUse("; ".join(problems))
-        raise TierError("; ".join(problems), retryable=False)
+        raise AgentError("; ".join(problems))
 
 
 def _host_part(rank: int, local_ranks: Sequence[int], shared: bool) -> HostPart:
