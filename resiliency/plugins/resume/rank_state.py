@@ -159,7 +159,6 @@ class RankState:
         }
         if loop_repairs.repeats_validation(trainer):
             state["validated"] = self._rng_of_validation
-            state["validated_generators"] = self._generators_before_validation
         validation = _validation_loaders(trainer)
         state["validation_generators"] = [states_of(loader) for loader in validation]
         if self._rng_before_validation is not None and loop_repairs.is_within_validation(trainer):
@@ -405,7 +404,7 @@ class RankState:
         if self._persistent_open:
             self._persistent_open = False
             self._open_persistent()
-        if self._validation_generators is not None:
+        if self._validation_generators is not None and not self._trainer.sanity_checking:
             self._trainer.fit_loop.epoch_loop.val_loop.setup_data()  # else the validation does it, if not done before
             self._place_validation_generators()
         self._generators_before_validation = [states_of(loader) for loader in _validation_loaders(self._trainer)]
@@ -415,8 +414,6 @@ class RankState:
         repeated = pending.get("validated") if pending is not None else None
         if repeated is not None:
             rng.restore(repeated)  # the last validation before the save runs again, with the same random numbers
-            self._validation_generators = pending.get("validated_generators") if pending is not None else None
-            self._place_validation_generators()
         self._trainable.validation_begins()
         result = original(*args, **kwargs)
         self._trainable.validation_ended()

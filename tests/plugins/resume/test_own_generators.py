@@ -24,6 +24,7 @@ from tests.plugins.resume.resume_cases import (
     Drawer,
     Items,
     OwnLoader,
+    Stopped,
     assert_equal_to,
     chosen,
     everything,
@@ -238,17 +239,6 @@ CASES: dict[str, Case] = {
         loaders=lambda: {"a": DataLoader(Buffer(20), batch_size=4), "b": shuffled(Augmented(10), generator=seeded())}
     ),
     "combined, shared": Case(loaders=shared_by_loaders),
-    "validation": Case(loaders=lambda: shuffled(Augmented()), val=lambda: DataLoader(Augmented(5), batch_size=2)),
-    "validation within the epoch": Case(
-        loaders=lambda: DataLoader(Buffer(), batch_size=4),
-        val=lambda: shuffled(Augmented(5), generator=seeded()),
-        trainer={"val_check_interval": 2},
-    ),
-    "validation every second epoch": Case(
-        loaders=lambda: DataLoader(Buffer(), batch_size=4),
-        val=lambda: DataLoader(Buffer(6), batch_size=2),
-        trainer={"check_val_every_n_epoch": 2, "max_epochs": 4},
-    ),
 }
 
 
@@ -260,6 +250,67 @@ def test_resumed_run_equals_the_undisturbed_one(name: str, tmp_path: Path, caplo
     saves = chosen(whole.saves, name)
     assert_equal_to(whole, case, tmp_path, saves[:3] if "workers" in name else saves, **epochs)
     assert "exact resume" not in caplog.text
+
+
+class Read(Augmented):
+    """Keeps what was read."""
+
+    def __init__(self, values: list[float]) -> None:
+        super().__init__(5)
+        self.values = values
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        item = super().__getitem__(index)
+        self.values.append(float(item.sum()))
+        return item
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_epochs": 2}, {"max_epochs": 2, "val_check_interval": 2}, {"check_val_every_n_epoch": 2, "max_epochs": 4}],
+    ids=["after the epoch", "within the epoch", "after every second epoch"],
+)
+def test_validation_goes_on(settings: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    values: list[float] = []
+    case = Case(
+        loaders=lambda: DataLoader(Buffer(), batch_size=4),
+        val=lambda: DataLoader(Read(values), batch_size=2, shuffle=True, generator=seeded()),
+        trainer=settings,
+    )
+    whole = run(case, tmp_path, save=everything)
+    read = list(values)
+    for save in chosen(whole.saves, str(settings)):
+        values.clear()
+        assert_equal_to(whole, case, tmp_path, [save])
+        after = values[2:]  # the sanity check reads two
+        assert after and after == read[-len(after) :], f"other samples after {save.hook} {save.number}"
+    assert "exact resume" not in caplog.text
+
+
+def test_validation_that_was_stopped_is_run_again_with_the_same_samples(tmp_path: Path) -> None:
+    values: list[float] = []
+    fails: list[int] = []
+
+    class Breaking(Read):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if len(self.values) in fails:
+                raise Stopped
+            return super().__getitem__(index)
+
+    case = Case(
+        loaders=shuffled,
+        val=lambda: DataLoader(Breaking(values), batch_size=2, shuffle=True, generator=seeded()),
+        trainer={"max_epochs": 2, "num_sanity_val_steps": 0},
+    )
+    run(case, tmp_path)
+    read = list(values)
+    values.clear()
+    fails.append(8)  # in the second validation, which reads five
+    (save,) = run(case, tmp_path).saves
+    values.clear()
+    fails.clear()
+    run(case, tmp_path, ckpt=save.path)
+    assert values == read[5:]
 
 
 # ---- what is said
