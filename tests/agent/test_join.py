@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from resiliency import faultpoints
-from resiliency.agent import core, join
+from resiliency.agent import join
 from resiliency.agent._fence import Fence
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.core import HostAgent
@@ -38,6 +38,7 @@ from resiliency.testing.checkpoints import (
     step_dir,
 )
 from tests.agent.sealing import config_for
+from tests.storage.joining import unjoined
 
 RANKS = 2
 PROCESS = dataclasses.replace(QUICK, agent="process")
@@ -53,8 +54,7 @@ def disarmed() -> Iterator[None]:
 def half_committed(folder: Path, step: int = 1) -> AgentConfig:
     """A step of two ranks with all records, but neither manifest nor name, as a killed agent leaves it; and the
     settings of the agent that follows in the same attempt."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(core, "join_shards", lambda tier, found, fence: found)
+    with unjoined():
         save_steps(folder, step, world_size=RANKS)
     where = step_dir(folder, RUN, step)
     (where / "manifest.json").unlink()

@@ -34,7 +34,7 @@ from resiliency.testing.checkpoints import (
     save_steps,
     step_dir,
 )
-from tests.storage.joining import join_steps, save_joined
+from tests.storage.joining import join_steps, save_joined, unjoined
 from tests.storage.test_single_files import picture
 from tests.tidying import drop_folders
 
@@ -69,7 +69,8 @@ def test_what_is_added_is_little_and_a_large_part_stays_in_its_own_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("resiliency.agent.join._MOST_BYTES", 1_000)
-    save_steps(tmp_path, 1, world_size=2)
+    with unjoined():
+        save_steps(tmp_path, 1, world_size=2)
     before = (tmp_path / "step=1.ckpt").read_bytes()
     join_steps(tmp_path)
     assert (tmp_path / "step=1.ckpt").read_bytes() == before

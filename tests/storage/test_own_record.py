@@ -15,6 +15,7 @@ from resiliency.storage.manifest import ShardRecord
 from resiliency.storage.own_record import OWN_RECORD, read_own_manifest
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.testing.checkpoints import make_checkpointer, make_state, save_steps, step_dirs
+from tests.storage.joining import unjoined
 
 
 def save(folder: Path, *, rows: int = 96, info: dict[str, object] | None = None) -> Path:
@@ -77,7 +78,8 @@ def test_a_file_with_the_record_of_another_step_has_none(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("shape", [{"world_size": 2}, {"world_size": 2, "sharded": True}], ids=str)
 def test_a_step_that_several_agents_commit_has_none_in_its_files(tmp_path: Path, shape: dict[str, Any]) -> None:
-    save_steps(tmp_path, 3, **shape)
+    with unjoined():
+        save_steps(tmp_path, 3, **shape)
     (folder,) = step_dirs(tmp_path).values()
     assert OWN_RECORD not in torch._C.PyTorchFileReader(os.fspath(folder / "shard-00000.shard")).get_all_records()
 

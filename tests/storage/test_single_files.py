@@ -31,6 +31,7 @@ from resiliency.testing.checkpoints import (
     step_dir,
     step_dirs,
 )
+from tests.storage.joining import unjoined
 from tests.tidying import drop_folders
 
 
@@ -98,8 +99,13 @@ def test_several_processes_may_bring_it_back_at_once(tmp_path: Path) -> None:
     assert picture(tmp_path) == before
 
 
+def save_unjoined(folder: Path, step: int) -> None:
+    with unjoined():
+        save_steps(folder, step, world_size=2)
+
+
 KEPT = {
-    "two ranks": lambda folder: save_steps(folder, 1, world_size=2),
+    "two ranks": lambda folder: save_unjoined(folder, 1),
     "a name three folders below": lambda folder: save_steps(folder, 1, name="a/b/c/{step}.ckpt"),
     "a name in a folder with another ending": lambda folder: save_steps(folder, 1, name="a/{step}.pt"),
     "a name in a hidden folder": lambda folder: save_steps(folder, 1, name="a/.b/{step}.ckpt"),

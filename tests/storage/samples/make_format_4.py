@@ -18,6 +18,7 @@ from resiliency.checkpoint.options import LocalTierOptions
 from resiliency.state.leaf_kinds import Box, LeafDescription, box_of, register_leaf_kind
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import QUICK, make_checkpointer, run_ranks
+from tests.storage.joining import unjoined
 
 
 @dataclass
@@ -102,7 +103,8 @@ def write(directory: Path) -> None:
                     ticket.wait(Stage.COMMITTED)
                 checkpointer.flush()
 
-    run_ranks(2, work)
+    with unjoined():
+        run_ranks(2, work)
     local = LocalTierOptions(directory=str(directory), only_files=True)
 
     def work_together(rank: int, coordinator: Coordinator) -> None:
