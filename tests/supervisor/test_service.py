@@ -498,7 +498,7 @@ def test_a_leader_that_cannot_renew_its_lease_ends_what_it_does_and_goes_on_once
             await until(lambda: did() == ["begun", "ended", "begun"])
             (tmp_path / "go").touch()
             await until(lambda: is_running(supervisor) and a.place is not None and b.place is not None)
-            assert supervisor.service is service and service.term == term and remedies(supervisor) == ["scale_up"]
+            assert supervisor.service is service and service.term == term and remedies(supervisor) == ["start"]
 
     run(work)
 
