@@ -21,13 +21,9 @@ _STOP_S = 10.0
 
 class _Running:
     def __init__(self, config: AgentConfig) -> None:
-        self.server = AgentServer(config)
+        self.server = AgentServer(config, listening=False)
         self.users: set[int] = set()
         self.thread = threading.Thread(target=self.server.run, name="resiliency-agent-serve", daemon=True)
-
-    @property
-    def has_ended(self) -> bool:
-        return self.thread.ident is not None and not self.thread.is_alive()
 
 
 class EmbeddedAgent:
@@ -54,14 +50,17 @@ class EmbeddedAgent:
         """
         with self._lock:
             running = self._of_address.get(self._config.address)
-            if running is None or running.has_ended:
-                running = _Running(self._config)
-            self._running = running
+            if running is not None and running.thread.is_alive():
+                running.users.add(id(self))
+                self._running = running
+                return
+            # In this order, so that close() finds what an exception has interrupted.
+            self._running = running = _Running(self._config)
             running.users.add(id(self))
+            running.server.listen()
             self._of_address[self._config.address] = running
             _listening.add(running.server)
-            if running.thread.ident is None:
-                running.thread.start()
+            running.thread.start()
 
     def close(self, timeout_s: float) -> None:
         """Gives the share back; the last one in this process ends the agent. What it has not done by then, the next
@@ -80,11 +79,10 @@ class EmbeddedAgent:
             if not running.users and self._of_address.get(self._config.address) is running:
                 del self._of_address[self._config.address]
         if not running.users:
-            if running.thread.ident is None:
-                running.server.close_listener()
-            else:
-                running.server.stop(patience_s=timeout_s)
+            running.server.stop(patience_s=timeout_s)
+            if running.thread.ident is not None:
                 running.thread.join(_STOP_S)
+            running.server.close_listener()
         self._running = None
 
 

@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from typing import get_args
 
 from resiliency import faultpoints
@@ -47,15 +48,21 @@ _OLD_CLIENTS_S = 20.0
 class AgentServer:
     """Accepts ranks and passes their messages to a :class:`HostAgent`. Thread: :meth:`run` on one of its own.
 
+    Args:
+        config: of the first attempt.
+        listening: False: call :meth:`listen` before :meth:`run`.
+
     Raises:
-        OSError: the address cannot be bound; EADDRINUSE: another agent serves it.
+        OSError: as :meth:`listen`.
     """
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(self, config: AgentConfig, *, listening: bool = True) -> None:
         self.config = config
         self._lock = threading.Condition()
         self._starting = threading.Lock()
         self._clients: dict[int, socket.socket] = {}
+        #: Open connections, also those that have not said Hello.
+        self._connections: set[socket.socket] = set()
         #: Rank -> notices for it while it was not connected, the newest.
         self._undelivered: dict[int, deque[Notice]] = {}
         #: Number of connections that have ended while it is not known yet whether the rank's process dies.
@@ -66,8 +73,17 @@ class AgentServer:
         self._ended = False
         self._stopped = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        if listening:
+            self.listen()
+
+    def listen(self) -> None:
+        """Binds the address, so that ranks can connect.
+
+        Raises:
+            OSError: it cannot be bound; EADDRINUSE: another agent serves it.
+        """
         try:
-            self._listener.bind(config.address)
+            self._listener.bind(self.config.address)
         except OSError:
             self._listener.close()
             raise
@@ -84,8 +100,7 @@ class AgentServer:
             self._lock.wait_for(lambda: not self._clients and not self._ending, patience_s)
             self._stopped = True
             self._lock.notify_all()
-            for connection in self._clients.values():
-                _shut(connection)
+            self._hang_up()
             agent = self._agent
         if agent is not None:
             agent.close()
@@ -140,6 +155,10 @@ class AgentServer:
                 connection, _ = self._listener.accept()
             except OSError:
                 return  # closed: the agent is exiting
+            with self._lock:
+                self._connections.add(connection)
+                if self._stopped:
+                    self._hang_up()
             thread = threading.Thread(
                 target=self._serve, args=(connection,), name="resiliency-agent-client", daemon=True
             )
@@ -148,8 +167,13 @@ class AgentServer:
             except RuntimeError as error:
                 logger.warning("a rank is refused: %s", no_thread(error))
                 _refuse(connection, no_thread(error))
-                connection.close()
+                self._disconnected(None, connection)
                 self._wait_for_nobody()
+
+    def _hang_up(self) -> None:
+        for connection in self._connections:
+            with suppress(OSError):  # it has ended by itself
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _wait_for_nobody(self) -> None:
         """Called when a job is refused for good: without a rank that is connected, the agent ends now."""
@@ -306,6 +330,7 @@ class AgentServer:
         with self._lock:
             if rank is not None and self._clients.get(rank) is connection:
                 del self._clients[rank]
+            self._connections.discard(connection)
             self._lock.notify_all()
         connection.close()
 

@@ -77,7 +77,7 @@ def test_nothing_is_told_of_a_good_host() -> None:
         ({"packages": {"torch": "2.4.0", "lightning": "2.6.5"}}, "lightning", Verdict.WARNING, "2.6.6"),
         ({"lacks": {"pidfd": "not permitted"}}, "kernel", Verdict.WARNING, "not permitted"),
         ({"lacks": {"memfd": "x"}}, "kernel", Verdict.WARNING, "hang"),
-        ({"lacks": {"abstract sockets": "x"}}, "kernel", Verdict.WARNING, "inside the trainer"),
+        ({"lacks": {"abstract sockets": "x"}}, "kernel", Verdict.WARNING, "Lightning"),
         ({"cores": 1.5}, "cores", Verdict.WARNING, "2 cores"),
         ({"open_files": 256}, "limits", Verdict.WARNING, "ulimit -n"),
         ({"gpu_driver": "NVRM 1", "locked_bytes": 65536}, "limits", Verdict.NOTE, "ulimit -l"),

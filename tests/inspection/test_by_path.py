@@ -35,11 +35,13 @@ from resiliency.testing.checkpoints import (
     step_dirs,
 )
 from tests.older_torch import allowed
+from tests.storage.joining import unjoined
 
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Series:
-    return make_series(tmp_path_factory.mktemp("series") / "s", steps=(10, 20))
+    with unjoined():
+        return make_series(tmp_path_factory.mktemp("series") / "s", steps=(10, 20))
 
 
 @pytest.fixture
@@ -128,7 +130,8 @@ def test_a_copy_elsewhere_may_hold_what_a_checkpoint_may_hold(tmp_path: Path) ->
             restored = checkpointer.load()
             assert restored is not None and restored.per_rank == own
 
-    run_ranks(2, work)
+    with unjoined():
+        run_ranks(2, work)
     shutil.copy(tmp_path / "c" / "1.ckpt", tmp_path / "copy.ckpt")
     located = locate(str(tmp_path / "copy.ckpt"))
     assert located is not None and not located.is_checked

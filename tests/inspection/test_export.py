@@ -30,6 +30,7 @@ from resiliency.testing.checkpoints import (
     save_steps,
     step_dir,
 )
+from tests.storage.joining import unjoined
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +189,8 @@ def test_a_checkpoint_is_never_replaced(one: Path) -> None:
 
 
 def test_a_copy_that_cannot_be_checked_is_not_exported(tmp_path: Path) -> None:
-    save_steps(tmp_path / "two", 10, world_size=2)
+    with unjoined():
+        save_steps(tmp_path / "two", 10, world_size=2)
     (tmp_path / "copy").mkdir()
     shutil.copy(tmp_path / "two" / "step=10.ckpt", tmp_path / "copy" / "copy.ckpt")
     with pytest.raises(NoCheckpointFound, match="cannot be checked; torch.load reads it"):
