@@ -597,6 +597,9 @@ class Controller:
             return
         if remedy.kind is RemedyKind.NOTHING:
             self._declined[workload.name] = self._chances(workload, now_s)
+            if workload.state is WorkloadState.REMEDYING:  # by a plan that was overtaken; nobody else would end that
+                workload = replace(workload, state=WorkloadState.RUNNING, since_s=now_s)
+                self._set(workload)
             self._close(workload, remedy.reason or "nothing is done", now_s, wall)
             return
         if remedy.kind is RemedyKind.STOP:
