@@ -45,7 +45,7 @@ def test_a_partition_is_waited_out_frozen_or_got_over_and_nobody_from_before_it_
     try:
         cluster.wait_until(lambda: cluster.progress()[1] >= 5, "training begins")
         cluster.wait_until(lambda: len(cluster.ready()) == HOSTS, "all hosts are there")
-        cluster.wait_until(lambda: "helped" in cluster.job.text, "the start is over")
+        cluster.wait_until(lambda: "the start is over" in cluster.job.text, "the start is over")
         namespaces = {network_of(cluster.monitor(f"h-{number}").pid) for number in range(HOSTS)}
         assert len(namespaces) == HOSTS and network_of(os.getpid()) not in namespaces
         before = remedies(cluster), silent(cluster)
