@@ -41,7 +41,7 @@ def test_a_monitor_of_two_addresses_follows_the_leader_and_its_ranks_train_on(tm
     async def work() -> None:
         ports = free_port(), free_port()
         given: dict[str, Any] = {"workload": {"name": "job", "replicas": 1, "dwell_s": 0.2, "correlate_s": 0.05}}
-        given |= {"heartbeat_polling_period_s": 1.0, "heartbeat_timeout_s": 4.0, "lease_s": 2.0}
+        given |= {"heartbeat_polling_period_s": 1.0, "heartbeat_timeout_s": 4.0, "lease_s": 1.0}
         period_s = given["heartbeat_polling_period_s"]
         async with commands() as started:
             started.append(Command(tmp_path, ports[0], **given))
