@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from resiliency.callbacks.heartbeat import HeartbeatCallback
-from resiliency.launch import heartbeat
 from resiliency.plugins import rank_monitor
+from resiliency.runtime import heartbeat
 from resiliency.testing.rank_monitor import RankMonitorClientDouble
 
 __all__ = ["Figures", "main", "measure"]

@@ -80,7 +80,7 @@ class Environment:
         keeps_store: the launcher keeps the process group's store across restarts (``TORCHELASTIC_USE_AGENT_STORE``).
         events_dir: folder for event logs (``RESILIENCY_EVENTS_DIR``), None: below the checkpoint directory.
         heartbeat_dir: folder for heartbeats (``RESILIENCY_HEARTBEAT_DIR``), None: no heartbeat files, see
-            :mod:`resiliency.launch.heartbeat_files`.
+            :mod:`resiliency.runtime.heartbeat_files`.
         rank_monitor: a rank monitor of NVRx's ``ft_launcher`` waits for this rank (``FT_RANK_MONITOR_IPC_SOCKET``).
         local_dir: folder of the fast local tier (``RESILIENCY_LOCAL_DIR``), None: chosen by the caller.
         file_tracking: True when ``GOODPUT_USE_FILE_TRACKING`` is set (to anything, as the older library reads it).

@@ -27,8 +27,8 @@ from resiliency.agent import _start
 from resiliency.agent._command import AGENT_FUNCTION, AGENT_WORD, import_path
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.protocol import config_to_json
-from resiliency.launch.channel import receive, send
-from resiliency.launch.forked_function import run_function
+from resiliency.runtime.channel import receive, send
+from resiliency.runtime.forked_function import run_function
 from resiliency.testing.huge_pages import use_huge_pages
 
 logger = logging.getLogger(__name__)

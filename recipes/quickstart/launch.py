@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from recipes.quickstart.follow import Follower
-from resiliency.launch.processes import become_subreaper
+from resiliency.runtime.processes import become_subreaper
 
 __all__ = ["Launch", "kill_all"]
 

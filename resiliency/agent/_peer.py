@@ -8,7 +8,7 @@ import signal
 import socket
 from types import TracebackType
 
-from resiliency.peer_credentials import pid_and_user
+from resiliency.runtime.peer_credentials import pid_and_user
 
 __all__ = ["Peer"]
 

@@ -13,8 +13,8 @@ from resiliency.agent._command import AGENT_FUNCTION, AGENT_WORD, agent_command,
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.protocol import config_to_json
 from resiliency.agent.server import EXIT_TAKEN
-from resiliency.launch.forked_function import call_in_fork
 from resiliency.regular_file import open_regular
+from resiliency.runtime.forked_function import call_in_fork
 
 __all__ = ["start_agent"]
 

@@ -53,8 +53,8 @@ from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, pack
 from resiliency.errors import AgentError, DirectoryInUse
 from resiliency.events import EventKind, EventWriter
 from resiliency.interruption import raised_by_a_handler
-from resiliency.launch.latch import Latch
-from resiliency.launch.leaving import close_when_left
+from resiliency.runtime.closing import close_when_left
+from resiliency.runtime.latch import Latch
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 

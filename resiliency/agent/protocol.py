@@ -13,7 +13,7 @@ from typing import get_args
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.messages import Hello, Message
 from resiliency.errors import AgentError
-from resiliency.storage.typed_json import from_jsonable, to_jsonable
+from resiliency.runtime.typed_json import from_jsonable, to_jsonable
 
 __all__ = ["PROTOCOL_VERSION", "Framer", "config_from_json", "config_to_json", "pack"]
 

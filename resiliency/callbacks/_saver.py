@@ -27,10 +27,10 @@ from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
 from resiliency.errors import AgentError, DirectoryInUse, ResiliencyError, TierError, Timeout
 from resiliency.interruption import raised_by_a_handler
-from resiliency.launch import heartbeat
 from resiliency.plugins import _lightning
 from resiliency.plugins.resume.rank_state import is_step_boundary
 from resiliency.plugins.strategies.base import StrategyAdapter
+from resiliency.runtime import heartbeat
 from resiliency.spans import traced
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 from resiliency.storage.names import link_symbolically

@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from resiliency.launch.heartbeat import Phase, beat, enter, pause, worked
 from resiliency.plugins._lightning import tell_fetches
+from resiliency.runtime.heartbeat import Phase, beat, enter, pause, worked
 from resiliency.telemetry.step_observer import StepObserver, StepSubscriber, StepTiming
 
 if TYPE_CHECKING:

@@ -28,9 +28,7 @@ from resiliency.callbacks.model_checkpoint import EngineModelCheckpoint
 from resiliency.callbacks.model_checkpoint import build as build_model_checkpoint
 from resiliency.checkpoint.ticket import Ticket
 from resiliency.errors import ConfigError, ResiliencyError, TierError
-from resiliency.launch.exit_codes import PREEMPTED
 from resiliency.launch.leaving import (
-    close_when_left,
     end_loader_workers,
 )
 from resiliency.plugins import _lightning
@@ -40,6 +38,8 @@ from resiliency.preemption.shield import Shield
 from resiliency.preemption.signals import has_native_handler
 from resiliency.preemption.sources import metadata_address
 from resiliency.preemption.stop import end_process
+from resiliency.runtime.closing import close_when_left
+from resiliency.runtime.exit_codes import PREEMPTED
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers import open_tier
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from resiliency.callbacks._step_hooks import StepHooks, step_observer
 from resiliency.events import EventSink, EventWriter, JsonlSink
-from resiliency.launch.job_log import tell_launcher
-from resiliency.launch.start_times import callback_made, start_fields
 from resiliency.plugins.namespaces import AdapterClass
+from resiliency.runtime.job_log import tell_launcher
+from resiliency.runtime.start_times import callback_made, start_fields
 from resiliency.settings import environment
 from resiliency.telemetry.custom_spans import spans_go_to
 from resiliency.telemetry.process_end import tell_end

@@ -13,11 +13,11 @@ from typing import Any
 
 from resiliency.callbacks._step_hooks import StepHooks
 from resiliency.errors import ConfigError
-from resiliency.launch import heartbeat
-from resiliency.launch.heartbeat_page import Phase
 from resiliency.plugins import _lightning
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
 from resiliency.plugins.rank_monitor import RankMonitor, section_of
+from resiliency.runtime import heartbeat
+from resiliency.runtime.heartbeat_page import Phase
 from resiliency.settings import environment
 
 __all__ = ["HeartbeatCallback", "build"]  # noqa: F822 - HeartbeatCallback is built on first use
@@ -29,7 +29,7 @@ class PublishesHeartbeat(StepHooks):
     """Publishes step, phase and attempt of this rank.
 
     Heartbeats go to up to three readers: to ``resiliency run``, if it started the rank; to a file in a folder, which
-    ``resiliency heartbeat`` shows and :func:`~resiliency.launch.heartbeat_files.read_heartbeats` reads; and, as
+    ``resiliency heartbeat`` shows and :func:`~resiliency.runtime.heartbeat_files.read_heartbeats` reads; and, as
     heartbeats and sections, to the rank monitor of NVRx's ``ft_launcher``, if the environment names its socket and the
     Trainer has no fault tolerance callback of NVRx. The launcher and the readers of the folder use shared memory, so
     that they can read while the rank hangs, holds the GIL or is stopped.

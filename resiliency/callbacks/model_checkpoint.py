@@ -41,13 +41,13 @@ from resiliency.callbacks._unfinished import UnfinishedMarkers
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions, RemoteTierOptions
 from resiliency.errors import TierError
-from resiliency.launch import heartbeat
-from resiliency.launch.start_times import callback_made
 from resiliency.plugins import _lightning
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
 from resiliency.plugins.resume.rank_state import is_step_boundary
 from resiliency.plugins.strategies.base import StrategyAdapter
 from resiliency.plugins.strategies.registry import adapter_for
+from resiliency.runtime import heartbeat
+from resiliency.runtime.start_times import callback_made
 from resiliency.settings import environment
 from resiliency.storage.interval import Interval
 from resiliency.storage.manifest import META_DIR

@@ -51,7 +51,7 @@ from resiliency.checkpoint.upload_schedule import RemoteSchedule
 from resiliency.errors import ConfigError
 from resiliency.events import EventKind, EventSink, boot_id
 from resiliency.interruption import lets_handlers_raise
-from resiliency.launch.start_times import start_fields
+from resiliency.runtime.start_times import start_fields
 from resiliency.settings import environment
 from resiliency.spans import traced
 from resiliency.storage.shard_file import Chunk

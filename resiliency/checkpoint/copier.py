@@ -11,8 +11,8 @@ from contextlib import suppress
 from resiliency.checkpoint._cuda import DeviceCopies
 from resiliency.checkpoint.snapshot import HELPER_S, Job, Snapshot
 from resiliency.errors import Timeout
-from resiliency.launch.latch import Latch
-from resiliency.launch.leaving import close_when_left
+from resiliency.runtime.closing import close_when_left
+from resiliency.runtime.latch import Latch
 from resiliency.spans import traced
 
 __all__ = ["Copier"]

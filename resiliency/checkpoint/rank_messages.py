@@ -11,10 +11,10 @@ from datetime import timedelta
 from typing import TypeVar
 
 from resiliency.checkpoint.coordinator import Coordinator
+from resiliency.runtime.typed_json import decode, encode
 from resiliency.storage.inventory import StepInventory
 from resiliency.storage.sources import BadCopy
 from resiliency.storage.step_id import StepId
-from resiliency.storage.typed_json import decode, encode
 
 __all__ = [
     "AgentReady",

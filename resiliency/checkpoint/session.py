@@ -22,10 +22,10 @@ from resiliency.checkpoint.rank_messages import AgentReady, RankJoin, SharedFold
 from resiliency.checkpoint.shard_plan import HostPart
 from resiliency.errors import AgentError, DirectoryInUse, TierError, UnsupportedFormat
 from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
-from resiliency.launch.job_log import tell_launcher
-from resiliency.launch.leaving import close_when_left
-from resiliency.launch.standard_streams import occupy_standard_streams
 from resiliency.regular_file import open_regular
+from resiliency.runtime.closing import close_when_left
+from resiliency.runtime.job_log import tell_launcher
+from resiliency.runtime.standard_streams import occupy_standard_streams
 from resiliency.settings import Environment
 from resiliency.storage.attempts import largest_of_steps, read_attempt
 from resiliency.storage.claims import largest_claim

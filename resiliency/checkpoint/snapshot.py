@@ -53,7 +53,7 @@ from resiliency.checkpoint.comparison import Comparison
 from resiliency.checkpoint.copy_sources import ChangeWatch, CopyTask, Sources
 from resiliency.errors import Timeout, TornSnapshot
 from resiliency.interruption import raised_by_a_handler
-from resiliency.launch.latch import Latch
+from resiliency.runtime.latch import Latch
 from resiliency.spans import Recorder, traced
 from resiliency.storage.blocks import Blocks, new_digest
 

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from resiliency.cli._ckpt_common import console
-from resiliency.launch.heartbeat_files import RankHeartbeat, read_heartbeats
 from resiliency.paths import absolute_path
+from resiliency.runtime.heartbeat_files import RankHeartbeat, read_heartbeats
 from resiliency.settings import environment
 
 __all__ = ["app", "main"]

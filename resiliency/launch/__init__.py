@@ -8,7 +8,7 @@ Flags, environment, rendezvous, error files, logs and exit codes are torchrun's 
 
 from __future__ import annotations
 
-from resiliency.launch.heartbeat import beat, pause
 from resiliency.launch.survivor import AttemptEnded, restartable
+from resiliency.runtime.heartbeat import beat, pause
 
 __all__ = ["AttemptEnded", "beat", "pause", "restartable"]

@@ -31,16 +31,16 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from resiliency.events import EventKind
 from resiliency.launch.attempt_stores import AttemptStores
-from resiliency.launch.exit_codes import PREEMPTED
 from resiliency.launch.fresh import parse_command
 from resiliency.launch.hang_watch import HangKiller
-from resiliency.launch.job_log import JobLog
 from resiliency.launch.preload import modules_to_preload
-from resiliency.launch.processes import pidfds_of, reap_others, wait_for_any
 from resiliency.launch.rank_handlers import Kept, RankHandler, StillRunning, handlers_made_by, kill_group
 from resiliency.launch.rank_links import RankLink, RankLinks
 from resiliency.launch.restarts import RankFailure, delay_before_restart, failure_text, first_failure, lost_peer_text
 from resiliency.launch.zygote import CannotFork, HostZygote
+from resiliency.runtime.exit_codes import PREEMPTED
+from resiliency.runtime.job_log import JobLog
+from resiliency.runtime.processes import pidfds_of, reap_others, wait_for_any
 from resiliency.settings import LAUNCHER_VARIABLE, STARTS_VARIABLE, all_variables
 
 __all__ = ["StandbyAgent", "StandbyOptions", "reason_of"]

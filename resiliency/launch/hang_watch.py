@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from resiliency.launch.hangs import hang_text, hung
-from resiliency.launch.processes import is_stopped
 from resiliency.launch.rank_handlers import kill_group
 from resiliency.launch.rank_links import RankLinks
 from resiliency.launch.rank_sights import STACKS_S, RankSights, ask_for_stacks
+from resiliency.runtime.processes import is_stopped
 
 __all__ = ["HangKiller"]
 

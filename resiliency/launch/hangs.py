@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from resiliency.launch.heartbeat import Page
+from resiliency.runtime.heartbeat import Page
 
 __all__ = ["Seen", "hang_text", "hung", "threshold"]
 

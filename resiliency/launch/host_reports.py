@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from resiliency.launch.hangs import Seen
-from resiliency.launch.heartbeat_page import MOST_ATTEMPT
 from resiliency.launch.monitor_link import MonitorLink
+from resiliency.runtime.heartbeat_page import MOST_ATTEMPT
 
 __all__ = ["HostReports"]
 

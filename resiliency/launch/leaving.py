@@ -11,18 +11,17 @@ import signal
 import sys
 import threading
 import traceback
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from resiliency.errors import Timeout
 from resiliency.launch.fresh import seed_anew
+from resiliency.runtime.closing import close_held
 
 __all__ = [
     "abort_collectives",
     "child_processes",
-    "close_when_left",
     "end_loader_workers",
     "is_importing",
     "leave_attempt",
@@ -117,31 +116,6 @@ def waits_for_peers_only(frame: FrameType | None) -> bool:
     return room == "distributed" or (room == "autograd" and not torch.cuda.is_initialized())
 
 
-Held = TypeVar("Held")
-#: Objects that a thread keeps alive beyond the frames of an attempt -> the function that closes them.
-_to_close: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
-
-
-def close_when_left(held: Held, close: Callable[[Held], None]) -> None:
-    """Registers an object to be closed when this process leaves its attempt. Its owner may have been interrupted while
-    opening or closing it, so that nobody else would close it. Thread: any.
-
-    Args:
-        held: an object that one of its own threads keeps alive.
-        close: idempotent; must not refer to ``held`` except by its argument. The next attempt waits for it.
-    """
-    _to_close[held] = close
-
-
-def _close_held() -> None:
-    for held, close in list(_to_close.items()):
-        _to_close.pop(held, None)
-        try:
-            close(held)
-        except Exception:  # Boundary: leftovers of a failed attempt must not make the next one fail.
-            logger.warning("%s of the attempt that ended was not closed cleanly", type(held).__name__, exc_info=True)
-
-
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     """The error and its causes and contexts, each once."""
     seen: set[int] = set()
@@ -202,7 +176,7 @@ def leave_attempt(error: BaseException, *, children: Set[int], handlers: Mapping
     for one in list(_chain(error)):
         traceback.clear_frames(one.__traceback__)
         one.__traceback__ = None
-    _close_held()
+    close_held()
     gc.collect()  # trainers, loops and loaders form cycles; a connection to a peer closes with its last reference
     _destroy_groups()
     _drop(groups)

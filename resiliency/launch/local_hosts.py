@@ -22,8 +22,8 @@ from types import FrameType
 from torch._C._distributed_c10d import TCPStore
 
 import resiliency
-from resiliency.launch.exit_codes import PREEMPTED
-from resiliency.launch.processes import end_with_parent, wait_for_any
+from resiliency.runtime.exit_codes import PREEMPTED
+from resiliency.runtime.processes import end_with_parent, wait_for_any
 from resiliency.settings import all_variables, child_environment, environment, set_variable
 
 __all__ = ["LOCAL_HOST_VARIABLE", "become_local_host", "exit_status", "run_local_hosts"]

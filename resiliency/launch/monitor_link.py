@@ -10,8 +10,8 @@ import time
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from resiliency.launch.channel import receive, send
-from resiliency.peer_credentials import pid_and_user
+from resiliency.runtime.channel import receive, send
+from resiliency.runtime.peer_credentials import pid_and_user
 
 __all__ = ["MonitorLink"]
 

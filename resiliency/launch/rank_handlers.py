@@ -12,7 +12,7 @@ from typing import IO, Any, Protocol, cast
 from torch.distributed.elastic import multiprocessing
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from resiliency.launch.processes import mark_own
+from resiliency.runtime.processes import mark_own
 
 __all__ = ["Kept", "RankHandler", "StillRunning", "handlers_made_by", "kill_group"]
 

@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from resiliency.launch.channel import receive, send
-from resiliency.launch.heartbeat import Page
-from resiliency.launch.heartbeat_page import PAGE_BYTES, SaveWords, WorkWords
-from resiliency.peer_credentials import pid_and_user
+from resiliency.runtime.channel import receive, send
+from resiliency.runtime.heartbeat import Page
+from resiliency.runtime.heartbeat_page import PAGE_BYTES, SaveWords, WorkWords
+from resiliency.runtime.peer_credentials import pid_and_user
 
 __all__ = ["RankLink", "RankLinks"]
 
@@ -74,7 +74,7 @@ class RankLinks:
     Messages from ranks: ``inside`` (it has entered the restartable function), ``lost_peer`` (it has an error that looks
     like a lost peer, and waits for ``leave`` or ``no_restart``), ``finished`` (answered with ``exit`` unless it was
     told to leave), ``heartbeat`` (with its page), ``log`` (folder of the event log), ``fork`` (see
-    :mod:`~resiliency.launch.forked_function`). Messages to ranks: ``leave``, ``start`` (with an environment and two
+    :mod:`~resiliency.runtime.forked_function`). Messages to ranks: ``leave``, ``start`` (with an environment and two
     files for output), ``no_restart`` (no rank will be told to leave any more), ``exit``. Each carries the number of a
     start of this host's ranks; -1 is the start that made the process.
 

@@ -9,9 +9,9 @@ from contextlib import suppress
 from typing import Any
 
 from resiliency.launch.hangs import Seen
-from resiliency.launch.heartbeat import STACKS_SIGNAL
-from resiliency.launch.processes import is_stopped
 from resiliency.launch.rank_links import RankLinks
+from resiliency.runtime.heartbeat import STACKS_SIGNAL
+from resiliency.runtime.processes import is_stopped
 
 __all__ = ["STACKS_S", "RankSights", "ask_for_stacks"]
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from resiliency.launch.exit_codes import PREEMPTED
 from resiliency.paths import absolute_path
+from resiliency.runtime.exit_codes import PREEMPTED
 from resiliency.settings import all_variables, set_variable
 
 __all__ = ["EXIT_GAVE_UP", "RunLocalCluster", "main", "make_parser"]
@@ -45,8 +45,8 @@ def main(words: Sequence[str], *, local_cluster: RunLocalCluster | None = None) 
 
     Returns:
         Exit status: 0 when every rank has finished; :data:`EXIT_GAVE_UP` when restarts were allowed and none is left;
-        :data:`~resiliency.launch.exit_codes.PREEMPTED` when the ranks were told to go and have saved and left; else 128
-        plus the number of the signal that ended the launcher.
+        :data:`~resiliency.runtime.exit_codes.PREEMPTED` when the ranks were told to go and have saved and left; else
+        128 plus the number of the signal that ended the launcher.
 
     Raises:
         ChildFailedError: torchrun's exception, when a rank failed and no restart was allowed; it ends the process with
@@ -77,9 +77,9 @@ def main(words: Sequence[str], *, local_cluster: RunLocalCluster | None = None) 
         local_hosts.become_local_host()
 
     from resiliency.launch.elastic import StandbyAgent, StandbyOptions
-    from resiliency.launch.processes import become_subreaper
     from resiliency.launch.supervised import BACKEND, register
     from resiliency.launch.supervised_agent import SupervisedAgent
+    from resiliency.runtime.processes import become_subreaper
 
     register()
     supervised = args.rdzv_backend == BACKEND

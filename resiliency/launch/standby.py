@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from resiliency.launch.channel import receive, send
-from resiliency.launch.command_line import show_command_line
-from resiliency.launch.forked_function import run_function
 from resiliency.launch.fresh import ScriptCommand, become_fresh, run_script
-from resiliency.launch.processes import end_with_parent
-from resiliency.launch.start_times import script_begins
+from resiliency.runtime.channel import receive, send
+from resiliency.runtime.command_line import show_command_line
+from resiliency.runtime.forked_function import run_function
+from resiliency.runtime.processes import end_with_parent
+from resiliency.runtime.start_times import script_begins
 from resiliency.settings import all_variables, set_variable
 
 __all__ = ["main"]

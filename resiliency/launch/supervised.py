@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 from resiliency.launch.attempt_stores import AttemptStores
 from resiliency.launch.monitor_link import MonitorLink
 from resiliency.launch.places import Orders, Place, Wish
-from resiliency.launch.processes import wait_for_any
+from resiliency.runtime.processes import wait_for_any
 
 __all__ = ["BACKEND", "SupervisedRendezvous", "register"]
 

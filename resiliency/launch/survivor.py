@@ -20,9 +20,7 @@ from types import FrameType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from resiliency.errors import ConfigError, ResiliencyError
-from resiliency.launch import heartbeat
 from resiliency.launch.attempt_state import process_state
-from resiliency.launch.channel import receive, send
 from resiliency.launch.leaving import (
     abort_collectives,
     child_processes,
@@ -33,7 +31,9 @@ from resiliency.launch.leaving import (
     signal_handlers,
     waits_for_peers_only,
 )
-from resiliency.launch.start_times import script_begins
+from resiliency.runtime import heartbeat
+from resiliency.runtime.channel import receive, send
+from resiliency.runtime.start_times import script_begins
 from resiliency.settings import LAUNCHER_VARIABLE, all_variables, set_variable
 
 __all__ = ["AttemptEnded", "restartable"]

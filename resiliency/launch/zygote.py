@@ -17,9 +17,9 @@ from typing import Any
 
 import resiliency
 from resiliency.errors import ResiliencyError
-from resiliency.launch.channel import pair, receive, send
 from resiliency.launch.fresh import parse_command
-from resiliency.launch.processes import ForkedProcess, is_stopped, mark_own
+from resiliency.runtime.channel import pair, receive, send
+from resiliency.runtime.processes import ForkedProcess, is_stopped, mark_own
 
 __all__ = ["CannotFork", "HostZygote"]
 
@@ -45,7 +45,7 @@ class CannotFork(ResiliencyError):
 
 
 class HostZygote:
-    """The process that forks ranks. Thread: one. Call :func:`~resiliency.launch.processes.become_subreaper` first.
+    """The process that forks ranks. Thread: one. Call :func:`~resiliency.runtime.processes.become_subreaper` first.
 
     Args:
         modules: to import, in this order.
@@ -138,7 +138,7 @@ class HostZygote:
             return ForkedProcess(self._answer(mine))
 
     def start_function(self, request: Mapping[str, Any], fds: Sequence[int]) -> None:
-        """Starts what :func:`~resiliency.launch.forked_function.call_in_fork` asks for. Blocks: no.
+        """Starts what :func:`~resiliency.runtime.forked_function.call_in_fork` asks for. Blocks: no.
 
         Raises:
             CannotFork: this zygote cannot fork, or not yet.

@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 from resiliency.errors import ConfigError
-from resiliency.launch.heartbeat_page import Phase
+from resiliency.runtime.heartbeat_page import Phase
 
 __all__ = ["RankMonitor", "Watched", "make_client", "next_calls", "section_of", "watched_by"]
 

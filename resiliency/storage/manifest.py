@@ -235,7 +235,7 @@ class ShardRecord:
                 raise CorruptShard(f"{where}: the record does not match its own check sum", path=where)
             _check_version(data["version"], where)
             record = cls(
-                id=StepId.from_dict(data),
+                id=StepId.from_jsonable(data),
                 run=str(data["run"]),
                 rank=int(data["rank"]),
                 world_size=int(data["world_size"]),

@@ -123,7 +123,7 @@ def read_identity(head: bytes, *, where: str) -> Identity | None:
             return None
         if is_read(data["version"]):
             return Identity(
-                id=StepId.from_dict(data),
+                id=StepId.from_jsonable(data),
                 run=str(data["run"]),
                 rank=int(data["rank"]),
                 world_size=int(data["world_size"]),

@@ -59,7 +59,7 @@ class StepId:
         return cls(int(match[1]), attempt, match[3], int(match[4]), line)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> StepId:
+    def from_jsonable(cls, data: Mapping[str, Any]) -> StepId:
         """Reads the identity from ``step``, ``attempt``, ``token``, ``serial`` and ``line`` of a JSON object.
 
         Raises:

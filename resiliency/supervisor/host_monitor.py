@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from resiliency.launch.processes import is_stopped
+from resiliency.runtime.processes import is_stopped
 from resiliency.settings import all_variables
 from resiliency.supervisor._tasks import end_tasks, is_set_within
 from resiliency.supervisor.asks import Asks, NotYet

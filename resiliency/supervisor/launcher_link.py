@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from resiliency.errors import AgentError, ConfigError
-from resiliency.launch.channel import send
-from resiliency.peer_credentials import pid_and_user
+from resiliency.runtime.channel import send
+from resiliency.runtime.peer_credentials import pid_and_user
 from resiliency.supervisor.launcher_messages import Control, FromLauncher, read_message
 
 __all__ = ["LauncherLink"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from resiliency.errors import AgentError
-from resiliency.storage.typed_json import from_jsonable
+from resiliency.runtime.typed_json import from_jsonable
 from resiliency.supervisor.messages import RankReport
 
 __all__ = [

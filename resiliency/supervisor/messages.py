@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from resiliency.errors import AgentError
-from resiliency.storage.typed_json import from_jsonable, to_jsonable
+from resiliency.runtime.typed_json import from_jsonable, to_jsonable
 from resiliency.supervisor.model import Observation, Place, StepKind
 
 __all__ = [
@@ -89,7 +89,7 @@ class Refused:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """The content of a rank's heartbeat page, see :mod:`resiliency.launch.heartbeat_page`.
+    """The content of a rank's heartbeat page, see :mod:`resiliency.runtime.heartbeat_page`.
 
     Attributes:
         quiet_s: seconds since its last sign of life.

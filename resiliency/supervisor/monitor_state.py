@@ -19,7 +19,7 @@ from typing import Any
 from resiliency.errors import ConfigError
 from resiliency.events import boot_id
 from resiliency.regular_file import open_regular
-from resiliency.storage.typed_json import from_jsonable, to_jsonable
+from resiliency.runtime.typed_json import from_jsonable, to_jsonable
 
 __all__ = ["AskMemory", "Fault", "Given", "LauncherId", "MonitorState", "Remembered", "StateFolder", "boot_id"]
 

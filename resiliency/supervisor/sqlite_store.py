@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from resiliency import faultpoints
 from resiliency.errors import ConfigError, ResiliencyError
-from resiliency.storage.typed_json import from_jsonable, to_jsonable
+from resiliency.runtime.typed_json import from_jsonable, to_jsonable
 from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.model import Host, Incident, Plan, Workload
 from resiliency.supervisor.store import HistoryEvent, LeadershipLost, StateUnavailable, Stored

@@ -16,7 +16,7 @@ import torch
 
 from resiliency.callbacks.autocheckpoint import build
 from resiliency.errors import ConfigError
-from resiliency.launch.exit_codes import PREEMPTED
+from resiliency.runtime.exit_codes import PREEMPTED
 from resiliency.testing.zygote import WorkerProcess, Zygote
 from tests.callbacks.harness import names
 from tests.callbacks.preempted_job import AT

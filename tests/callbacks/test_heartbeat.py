@@ -17,9 +17,9 @@ import pytest
 from resiliency.callbacks import heartbeat as module
 from resiliency.callbacks.heartbeat import build
 from resiliency.errors import ConfigError
-from resiliency.launch import heartbeat
-from resiliency.launch.heartbeat_files import read_heartbeats
 from resiliency.plugins import rank_monitor
+from resiliency.runtime import heartbeat
+from resiliency.runtime.heartbeat_files import read_heartbeats
 from resiliency.testing.rank_monitor import RankMonitorClientDouble
 from tests.callbacks.harness import NAMESPACES, differences, loader, make_net, make_trainer, names, ours, stock, weights
 

@@ -11,8 +11,8 @@ import pytest
 
 from resiliency.callbacks._step_hooks import step_observer
 from resiliency.callbacks.heartbeat import build as heartbeat_callback
-from resiliency.launch import heartbeat
-from resiliency.launch.heartbeat_page import PAGE_BYTES, PageWriter, SaveWords, WorkWords
+from resiliency.runtime import heartbeat
+from resiliency.runtime.heartbeat_page import PAGE_BYTES, PageWriter, SaveWords, WorkWords
 from resiliency.telemetry.step_observer import StepSubscriber, StepTiming
 from tests.callbacks.harness import NAMESPACES, loader, make_net, make_trainer, ours
 

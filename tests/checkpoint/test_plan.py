@@ -14,8 +14,8 @@ from resiliency.checkpoint.plan import describe, plan_writes
 from resiliency.checkpoint.rank_messages import HeldBox, HeldBoxes
 from resiliency.checkpoint.read_plan import plan_reads
 from resiliency.errors import ConfigError
+from resiliency.runtime.typed_json import decode, encode
 from resiliency.storage.shard_file import Chunk
-from resiliency.storage.typed_json import decode, encode
 
 SETTINGS = settings(deadline=None, database=None, max_examples=60, suppress_health_check=list(HealthCheck))
 # The last three DCP's planner does not know.

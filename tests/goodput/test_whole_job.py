@@ -12,7 +12,7 @@ import pytest
 from resiliency.events import EventKind
 from resiliency.goodput.ledger import account
 from resiliency.goodput.taxonomy import Bucket
-from resiliency.launch.job_log import JobLog
+from resiliency.runtime.job_log import JobLog
 from resiliency.telemetry.reader import read_logs
 
 from .scripted import START, Job
@@ -73,7 +73,7 @@ def test_an_absurd_age_of_a_launcher_is_none(absurd: object) -> None:
 SCRIPT = """
 import sys, time
 from resiliency.events import EventWriter, JsonlSink
-from resiliency.launch.start_times import start_fields
+from resiliency.runtime.start_times import start_fields
 from resiliency.telemetry.process_end import tell_end
 from resiliency.telemetry.step_events import StepEvents
 from resiliency.telemetry.step_observer import StepObserver

@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from resiliency.launch import channel
-from resiliency.launch.channel import pair, receive, send
-from resiliency.launch.processes import _PR_SET_CHILD_SUBREAPER, _prctl
 from resiliency.launch.standby import _wait_for_new_parent
+from resiliency.runtime import channel
+from resiliency.runtime.channel import pair, receive, send
+from resiliency.runtime.processes import _PR_SET_CHILD_SUBREAPER, _prctl
 
 __all__ = ["ForkHelper"]
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from resiliency.cli import __main__ as command_line
 from resiliency.cli.main import main
 from resiliency.launch import local_hosts
-from resiliency.launch.command_line import show_command_line
+from resiliency.runtime.command_line import show_command_line
 from resiliency.settings import all_variables
 from resiliency.supervisor import launcher_process, local_processes
 from resiliency.supervisor.namespaces import _CLONE_NEWNET, _call, _own

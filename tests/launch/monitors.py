@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from resiliency.launch.channel import receive, send
+from resiliency.runtime.channel import receive, send
 
 __all__ = ["FakeMonitor", "FakeSupervisor"]
 

@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from resiliency.launch import standby, zygote
-from resiliency.launch.channel import pair, receive, send
-from resiliency.launch.command_line import show_command_line
+from resiliency.runtime.channel import pair, receive, send
+from resiliency.runtime.command_line import show_command_line
 from resiliency.settings import all_variables, replace_variables
 
 __all__ = ["Child", "end_as_interpreter", "keep_only", "prepare_zygote", "take_environment"]

@@ -14,9 +14,9 @@ from typing import Any, cast
 
 import pytest
 
-from resiliency.launch import heartbeat, heartbeat_page
 from resiliency.launch.hangs import Seen, hang_text, hung, threshold
-from resiliency.launch.heartbeat import Page
+from resiliency.runtime import heartbeat, heartbeat_page
+from resiliency.runtime.heartbeat import Page
 from tests.launch.launching import wait_for
 
 pytestmark = pytest.mark.timeout(180)

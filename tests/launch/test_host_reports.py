@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from resiliency.launch.hangs import Seen
-from resiliency.launch.heartbeat_page import Page, Phase
 from resiliency.launch.host_reports import HostReports
 from resiliency.launch.monitor_link import MonitorLink
+from resiliency.runtime.heartbeat_page import Page, Phase
 
 
 class _Link(MonitorLink):

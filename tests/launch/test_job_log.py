@@ -18,8 +18,8 @@ from resiliency.events import EventKind
 from resiliency.goodput.ledger import account
 from resiliency.goodput.start_parts import StartPart
 from resiliency.goodput.taxonomy import Bucket
-from resiliency.launch import start_times
-from resiliency.launch.job_log import JobLog
+from resiliency.runtime import start_times
+from resiliency.runtime.job_log import JobLog
 from resiliency.telemetry.reader import read_logs
 from tests.launch.launching import wait_for
 
@@ -120,7 +120,7 @@ LAUNCHER = """
 import atexit, sys, time
 atexit.register(time.sleep, 0.2)  # of torch, say: registered before
 from resiliency.events import EventKind
-from resiliency.launch.job_log import JobLog
+from resiliency.runtime.job_log import JobLog
 
 log = JobLog()
 log.emit(EventKind.LAUNCHER_STARTED)
@@ -212,7 +212,7 @@ def test_the_process_group_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_rank_tells_the_files_of_its_output(tmp_path: Path) -> None:
-    script = "from resiliency.launch import start_times; print(start_times.start_fields().get('logs'), flush=True)"
+    script = "from resiliency.runtime import start_times; print(start_times.start_fields().get('logs'), flush=True)"
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "job"}
     with open(tmp_path / "out.log", "w") as out:
         command = [sys.executable, "-c", script]

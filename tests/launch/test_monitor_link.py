@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from resiliency.launch.channel import receive, send
 from resiliency.launch.monitor_link import MonitorLink
+from resiliency.runtime.channel import receive, send
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from resiliency.launch.exit_codes import PREEMPTED
 from resiliency.launch.local_hosts import exit_status
+from resiliency.runtime.exit_codes import PREEMPTED
 from resiliency.testing.zygote import Zygote
 from tests.launch.launching import ROOT, wait_for
 from tests.ports import free_port

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from resiliency.launch.channel import send
-from resiliency.launch.heartbeat_page import PAGE_BYTES, PageWriter
 from resiliency.launch.rank_links import RankLinks
+from resiliency.runtime.channel import send
+from resiliency.runtime.heartbeat_page import PAGE_BYTES, PageWriter
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from resiliency.launch import processes
 from resiliency.launch.run import EXIT_GAVE_UP
+from resiliency.runtime import processes
 from resiliency.testing.zygote import Zygote
 from tests.launch import facts as facts_script
 from tests.launch.launching import ROOT, Job, wait_for

@@ -28,7 +28,7 @@ SUMMING = """
     import torch
     import torch.distributed as dist
     from resiliency.launch import beat, restartable
-    from resiliency.launch.heartbeat import worked
+    from resiliency.runtime.heartbeat import worked
 
     folder = Path(sys.argv[1])
 

@@ -27,7 +27,6 @@ from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions
 from resiliency.checkpoint.session import Session
 from resiliency.errors import ConfigError
 from resiliency.launch import AttemptEnded, leaving, restartable, survivor
-from resiliency.launch.channel import pair, receive, send
 from resiliency.launch.elastic import StandbyAgent
 from resiliency.launch.leaving import (
     child_processes,
@@ -37,6 +36,7 @@ from resiliency.launch.leaving import (
     waits_for_peers_only,
 )
 from resiliency.launch.run import EXIT_GAVE_UP
+from resiliency.runtime.channel import pair, receive, send
 from resiliency.testing.zygote import Zygote
 from tests.launch.launching import ROOT, run_launcher, wait_for
 

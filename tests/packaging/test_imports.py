@@ -42,7 +42,7 @@ LIGHT_MODULES = [
     "resiliency.faultpoints",
     "resiliency.goodput",
     "resiliency.launch",
-    "resiliency.launch.heartbeat_files",
+    "resiliency.runtime.heartbeat_files",
     "resiliency.plugins",
     "resiliency.settings",
 ]
@@ -95,7 +95,7 @@ PINNED = {
         "build",
     ],
     "resiliency.launch": ["AttemptEnded", "beat", "pause", "restartable"],
-    "resiliency.launch.heartbeat_files": ["HeartbeatFile", "RankHeartbeat", "read_heartbeats"],
+    "resiliency.runtime.heartbeat_files": ["HeartbeatFile", "RankHeartbeat", "read_heartbeats"],
     "resiliency": [
         "AgentError",
         "AutoCheckpointCallback",

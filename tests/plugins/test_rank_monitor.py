@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from resiliency.errors import ConfigError
-from resiliency.launch.heartbeat_page import Phase
 from resiliency.plugins import rank_monitor
 from resiliency.plugins.rank_monitor import RankMonitor, Watched, make_client, next_calls, section_of, watched_by
+from resiliency.runtime.heartbeat_page import Phase
 from resiliency.testing.rank_monitor import RankMonitorClientDouble
 
 DEADLINE_S = 20.0

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from recipes.quickstart import demo, launch
 from resiliency.cli.main import main
-from resiliency.launch.command_line import show_command_line
+from resiliency.runtime.command_line import show_command_line
 from tests.launch.forked_commands import COMMAND, prepare_commands
 from tests.launch.ready_zygote import Child, end_as_interpreter, keep_only, take_environment
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from resiliency.checkpoint.rank_messages import CopyProblem, InventoryReport, ProblemReport
 from resiliency.errors import ConfigError
+from resiliency.runtime.typed_json import decode, encode
 from resiliency.storage.inventory import StepInventory, list_inventory
 from resiliency.storage.manifest import ShardRecord
 from resiliency.storage.sources import BadCopy, Cost, ShardSource
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.local import LocalTier
-from resiliency.storage.typed_json import decode, encode
 from resiliency.testing.checkpoints import RUN, Series, make_series, step_dirs
 
 HERE = ShardSource(tier="local", host="n0", cost=Cost.LOCAL)

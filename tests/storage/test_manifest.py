@@ -251,7 +251,7 @@ def test_folder_names_and_json_spell_the_step(
 ) -> None:
     found = StepId(step, attempt, token, serial) if line is None else StepId(step, attempt, token, serial, line)
     assert found.line == (line or attempt) and ("-l" in found.dirname) is (found.line != attempt)
-    assert StepId.parse(found.dirname) == found == StepId.from_dict(json.loads(json.dumps(found.to_dict())))
+    assert StepId.parse(found.dirname) == found == StepId.from_jsonable(json.loads(json.dumps(found.to_dict())))
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_steps_are_ordered_by_line_then_step_then_who_saved_it() -> None:
 
 def test_identities_without_a_line_are_ordered_by_attempt() -> None:
     """Those of folders that were written before there were lines."""
-    assert StepId.from_dict({"step": 5, "attempt": 3, "token": "0a0b0c", "serial": 0}).line == 3
+    assert StepId.from_jsonable({"step": 5, "attempt": 3, "token": "0a0b0c", "serial": 0}).line == 3
     steps = [
         StepId(step, attempt, "0a0b0c", serial)
         for attempt in (1, 2, 11)

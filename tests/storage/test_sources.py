@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from resiliency.errors import ConfigError, TierError
+from resiliency.runtime.typed_json import decode, encode, to_jsonable
 from resiliency.storage.sources import BadCopy, Cost, Opener, ShardSource, SourceResolver, open_source
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.local import LocalTier
-from resiliency.storage.typed_json import decode, encode, to_jsonable
 
 STEP, OTHER = StepId(7, 1, "0a0b0c"), StepId(8, 1, "0a0b0c")
 LOCAL = ShardSource(tier="local", host="n0", cost=Cost.LOCAL)
@@ -87,7 +87,7 @@ GOOD = to_jsonable(BadCopy(source=LOCAL, step=STEP, rank=3))
             {**GOOD, "source": {"tier": "local", "cost": "CHEAP", "host": "n0"}},
             "cost is 'CHEAP', not one of LOCAL, PEER",
         ),
-        ({**GOOD, "step": {**GOOD["step"], "token": "../../etc"}}, "step is no identity of a step"),
+        ({**GOOD, "step": {**GOOD["step"], "token": "../../etc"}}, "step is invalid"),
         ({**GOOD, "rank": True}, "rank must be int, not bool"),
         ({**GOOD, "rank": "3"}, "rank must be int, not str"),
         ({**GOOD, "more": 1}, "no field 'more'"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from resiliency.launch.places import REPORT_S
-from resiliency.storage.typed_json import from_jsonable, to_jsonable
+from resiliency.runtime.typed_json import from_jsonable, to_jsonable
 from resiliency.supervisor.controller import Controller, ControllerSettings
 from resiliency.supervisor.model import (
     DeviceClass,

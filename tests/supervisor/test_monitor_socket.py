@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from resiliency.errors import AgentError
-from resiliency.launch.channel import send
+from resiliency.runtime.channel import send
 from resiliency.supervisor.launcher_messages import MOST_BYTES, read_message
 from resiliency.supervisor.monitor_state import StateFolder
 from tests.supervisor.monitored import Host, on_host

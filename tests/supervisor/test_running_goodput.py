@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from resiliency.storage.typed_json import from_jsonable, to_jsonable
+from resiliency.runtime.typed_json import from_jsonable, to_jsonable
 from resiliency.supervisor.running_goodput import GoodputWatch, RunningGoodput
 
 from .simulated import Simulation

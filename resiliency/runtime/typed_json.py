@@ -1,7 +1,8 @@
 """Encodes frozen dataclasses as JSON objects and decodes them, checking every field; used for all messages.
 
 Supported field types: str, int, float, bool, None, ``X | None``, ``tuple[X, ...]``,
-``Mapping[str, Any]`` (plain JSON), enums (by name), :class:`StepId` and other dataclasses.
+``Mapping[str, Any]`` (plain JSON), enums (by name) and other dataclasses; of those that have a class method
+``from_jsonable`` it reads the fields.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections.abc import Mapping
 from typing import Any, TypeVar, Union
 
 from resiliency.errors import ConfigError
-from resiliency.storage.step_id import StepId
 
 __all__ = ["decode", "encode", "from_jsonable", "to_jsonable"]
 
@@ -47,8 +47,6 @@ def decode(kind: type[T], data: bytes, *, what: str) -> T:
 
 def to_jsonable(value: Any) -> Any:
     """Converts a dataclass, field by field, to values that :func:`json.dumps` accepts."""
-    if isinstance(value, StepId):
-        return value.to_dict()
     if dataclasses.is_dataclass(value):
         return {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, tuple):
@@ -112,12 +110,13 @@ def _checked(hint: Any, value: Any, where: str) -> Any:
 
 
 def _checked_scalar(hint: Any, value: Any, where: str) -> Any:
-    if hint is StepId:
-        try:
-            return StepId.from_dict(value)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{where} is no identity of a step: {error}") from error
     if dataclasses.is_dataclass(hint):
+        own = getattr(hint, "from_jsonable", None)
+        if own is not None:
+            try:
+                return own(value)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{where} is invalid: {error}") from error
         if not isinstance(value, dict):
             raise ValueError(f"{where} must be an object, not {type(value).__name__}")
         return from_jsonable(hint, value)  # type: ignore[arg-type]  # is_dataclass also passes instances

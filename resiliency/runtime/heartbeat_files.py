@@ -23,7 +23,7 @@ from pathlib import Path
 
 from resiliency.errors import ConfigError
 from resiliency.events import boot_id
-from resiliency.launch.heartbeat_page import PAGE_BYTES, WORDS_BYTES, Page, PageWriter
+from resiliency.runtime.heartbeat_page import PAGE_BYTES, WORDS_BYTES, Page, PageWriter
 from resiliency.settings import environment
 
 __all__ = ["HeartbeatFile", "RankHeartbeat", "read_heartbeats"]

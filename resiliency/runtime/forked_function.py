@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from resiliency.launch.channel import send
-from resiliency.launch.command_line import show_command_line
+from resiliency.runtime.channel import send
+from resiliency.runtime.command_line import show_command_line
 from resiliency.settings import LAUNCHER_VARIABLE, all_variables, replace_variables
 
 __all__ = ["call_in_fork", "run_function"]

@@ -19,10 +19,10 @@ import typer.rich_utils
 
 from resiliency.cli.main import main
 from resiliency.errors import ConfigError
-from resiliency.launch import heartbeat
 from resiliency.launch.hangs import Seen, hang_text
-from resiliency.launch.heartbeat_files import HeartbeatFile, RankHeartbeat, read_heartbeats
-from resiliency.launch.heartbeat_page import PAGE_BYTES, Page, PageWriter, Phase, place_word
+from resiliency.runtime import heartbeat
+from resiliency.runtime.heartbeat_files import HeartbeatFile, RankHeartbeat, read_heartbeats
+from resiliency.runtime.heartbeat_page import PAGE_BYTES, Page, PageWriter, Phase, place_word
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 30.0
@@ -65,7 +65,7 @@ def until(ready: Callable[[], bool]) -> None:
 
 SCRIPT = """
 import ctypes, os, sys, time
-from resiliency.launch.heartbeat import Phase, beat, enter
+from resiliency.runtime.heartbeat import Phase, beat, enter
 enter(Phase.SETUP)
 for step in range(1, 6):
     beat(step)
@@ -137,7 +137,7 @@ def test_a_killed_rank_leaves_what_it_did_and_the_next_attempt_takes_its_place(f
 
 
 def test_a_process_that_has_the_number_of_a_dead_one_is_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("resiliency.launch.heartbeat_files._process_started", lambda pid: 1)
+    monkeypatch.setattr("resiliency.runtime.heartbeat_files._process_started", lambda pid: 1)
     file = HeartbeatFile(str(folder))
     assert one_of(folder).state == "ended"
     file.close()
@@ -149,7 +149,7 @@ def test_of_a_page_of_another_boot_or_container_nothing_is_guessed(
 ) -> None:
     HeartbeatFile(str(folder)).close()
     assert one_of(folder).state == "running"
-    monkeypatch.setattr(f"resiliency.launch.heartbeat_files.{name}", lambda: "another")
+    monkeypatch.setattr(f"resiliency.runtime.heartbeat_files.{name}", lambda: "another")
     assert one_of(folder).state == "unknown"
     assert 0 <= one_of(folder).quiet_s < DEADLINE_S
 
@@ -245,7 +245,7 @@ def test_another_attempt_in_the_same_process_has_a_page_of_its_own(
 def test_a_folder_on_a_disk_is_refused_and_why_is_said(
     tmp_path: Path, own: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("resiliency.launch.heartbeat_files._IN_MEMORY", (1,))
+    monkeypatch.setattr("resiliency.runtime.heartbeat_files._IN_MEMORY", (1,))
     with pytest.raises(ConfigError, match=r"which is on a disk: a step would wait for it; use a folder in memory"):
         heartbeat.publish(str(tmp_path))
     assert not heartbeat.is_published() and os.listdir(tmp_path) == []
@@ -328,7 +328,7 @@ def test_the_command_refuses_what_is_no_folder(
 
 def test_reading_needs_no_torch(folder: Path) -> None:
     code = (
-        "import sys; from resiliency.launch.heartbeat_files import read_heartbeats;"
+        "import sys; from resiliency.runtime.heartbeat_files import read_heartbeats;"
         f"read_heartbeats({str(folder)!r}); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)

@@ -1,7 +1,7 @@
 """The heartbeat of this process: its progress, on memory pages that other processes read at any time.
 
 ``resiliency run`` shares a page with each of its ranks. In addition, or without a launcher, the page can be a file in a
-folder (``RESILIENCY_HEARTBEAT_DIR``, see :mod:`resiliency.launch.heartbeat_files`). A beat is a few stores into mapped
+folder (``RESILIENCY_HEARTBEAT_DIR``, see :mod:`resiliency.runtime.heartbeat_files`). A beat is a few stores into mapped
 memory: about a microsecond, no system call, no lock. While a process holds the GIL in native code, or is stopped,
 readers see no beats.
 """
@@ -18,9 +18,9 @@ import sys
 import time
 
 from resiliency.errors import ConfigError
-from resiliency.launch.channel import send
-from resiliency.launch.heartbeat_files import HeartbeatFile
-from resiliency.launch.heartbeat_page import PAGE_BYTES, Page, PageWriter, Phase, SaveWords, WorkWords, place_word
+from resiliency.runtime.channel import send
+from resiliency.runtime.heartbeat_files import HeartbeatFile
+from resiliency.runtime.heartbeat_page import PAGE_BYTES, Page, PageWriter, Phase, SaveWords, WorkWords, place_word
 from resiliency.settings import LAUNCHER_VARIABLE, all_variables, environment
 
 __all__ = [

@@ -17,8 +17,8 @@ from contextlib import suppress
 from typing import Any
 
 from resiliency.events import Event, EventKind, JsonlSink, boot_id, boot_seconds
-from resiliency.launch.channel import send
-from resiliency.launch.start_times import process_age_s
+from resiliency.runtime.channel import send
+from resiliency.runtime.start_times import process_age_s
 from resiliency.settings import LAUNCHER_VARIABLE, all_variables, environment
 
 __all__ = ["JobLog", "tell_launcher"]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from resiliency.launch.latch import Latch
+from resiliency.runtime.latch import Latch
 
 
 def test_it_is_an_event() -> None:
