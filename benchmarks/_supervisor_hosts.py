@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any
 
-from resiliency.supervisor.messages import PROTOCOL_VERSION
+from resiliency.runtime.messages.monitor import PROTOCOL_VERSION
 
 __all__ = ["Host", "Hosts", "main"]
 

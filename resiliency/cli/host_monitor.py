@@ -50,12 +50,12 @@ def main(words: Sequence[str]) -> int:
 async def _run(args: argparse.Namespace, script: Sequence[str]) -> int:
     import aiohttp  # noqa: F401  here, so that its absence is said before anything is started
 
-    from resiliency.supervisor.addresses import supervisor_urls
-    from resiliency.supervisor.connection import ConnectionSettings
-    from resiliency.supervisor.host_monitor import HostMonitor
+    from resiliency.monitor.connection import ConnectionSettings
+    from resiliency.monitor.host_monitor import HostMonitor
+    from resiliency.monitor.settings import MonitorSettings, launcher_command
+    from resiliency.monitor.watchdogs.registry import WatchdogSettings, make_watchdogs
+    from resiliency.runtime.addresses import supervisor_urls
     from resiliency.supervisor.local_network import Cable
-    from resiliency.supervisor.monitor_settings import MonitorSettings, launcher_command
-    from resiliency.supervisor.watchdogs.registry import WatchdogSettings, make_watchdogs
 
     host = args.host or environment().node
     connection = ConnectionSettings(

@@ -10,10 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["REPORT_S", "Orders", "Place", "Wish"]
-
-#: Seconds between two progress reports of a launcher about its ranks; its monitor passes on the newest one.
-REPORT_S = 0.25
+__all__ = ["Orders", "Place", "Wish"]
 
 _MOST_PORT = 65535
 

@@ -8,9 +8,10 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 
+from resiliency.runtime.messages.monitor import StepKind
 from resiliency.settings import all_variables
 from resiliency.supervisor.clusters.base import Cluster
-from resiliency.supervisor.model import Plan, StepKind, Workload
+from resiliency.supervisor.model import Plan, Workload
 
 __all__ = ["Actuator"]
 

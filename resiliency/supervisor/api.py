@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from resiliency.supervisor.addresses import STANDS_BY, STANDS_BY_STATUS
+from resiliency.runtime.addresses import STANDS_BY, STANDS_BY_STATUS
 from resiliency.supervisor.page import render_page
 from resiliency.supervisor.service import Service
 from resiliency.supervisor.views import event_view, explain_view, status_view

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from resiliency.errors import ConfigError
-from resiliency.supervisor.model import NAME
+from resiliency.runtime.addresses import NAME
 from resiliency.supervisor.settings import SupervisorSettings, TlsSettings
 
 __all__ = ["Authority", "server_context"]

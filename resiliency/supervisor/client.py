@@ -11,7 +11,7 @@ import urllib.request
 from typing import Any
 
 from resiliency.errors import AgentError, ConfigError
-from resiliency.supervisor.addresses import STANDS_BY_STATUS, supervisor_urls
+from resiliency.runtime.addresses import STANDS_BY_STATUS, supervisor_urls
 
 __all__ = ["OperatorClient"]
 

@@ -14,19 +14,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from resiliency.errors import ConfigError
-from resiliency.launch.places import REPORT_S
+from resiliency.runtime.messages.launcher import REPORT_S
+from resiliency.runtime.messages.monitor import StepKind
+from resiliency.runtime.messages.observations import DeviceClass, Observation, ObservationKind
+from resiliency.runtime.messages.places import Place
 from resiliency.supervisor.model import (
-    DeviceClass,
     HostState,
     Incident,
-    Observation,
-    ObservationKind,
     Outcome,
-    Place,
     Plan,
     Remedy,
     RemedyKind,
-    StepKind,
     Workload,
     WorkloadSpec,
     WorkloadState,

@@ -3,9 +3,9 @@ asked for. Pure: no input, no output, no clock."""
 
 from __future__ import annotations
 
+from resiliency.runtime.messages.monitor import Ask, StepKind
 from resiliency.supervisor.controller import Changes
-from resiliency.supervisor.messages import Ask
-from resiliency.supervisor.model import Plan, StepKind, Workload, WorkloadState
+from resiliency.supervisor.model import Plan, Workload, WorkloadState
 
 __all__ = ["ASKED", "Decided"]
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from resiliency.supervisor.messages import RankReport
-from resiliency.supervisor.model import Observation, ObservationKind
+from resiliency.runtime.messages.monitor import RankReport
+from resiliency.runtime.messages.observations import Observation, ObservationKind
 
 __all__ = ["HangWatch"]
 

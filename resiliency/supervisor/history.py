@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from resiliency.events import EventKind
+from resiliency.runtime.messages.observations import Observation, ObservationKind
 from resiliency.supervisor.controller import Changes, describe
-from resiliency.supervisor.model import (
-    Host,
-    HostState,
-    Incident,
-    Observation,
-    ObservationKind,
-    Outcome,
-    Plan,
-    Workload,
-)
+from resiliency.supervisor.model import Host, HostState, Incident, Outcome, Plan, Workload
 from resiliency.supervisor.store import HistoryEvent
 
 __all__ = ["History"]

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from resiliency.errors import AgentError, ConfigError
+from resiliency.monitor.launcher_process import find_launcher
+from resiliency.monitor.state import StateFolder
 from resiliency.regular_file import open_regular
 from resiliency.runtime.channel import receive, send
 from resiliency.runtime.heartbeat_files import read_heartbeats
 from resiliency.runtime.peer_credentials import pid_and_user
 from resiliency.storage.manifest import MANIFEST, META_DIR
-from resiliency.supervisor.launcher_process import find_launcher
-from resiliency.supervisor.monitor_state import StateFolder
 from resiliency.supervisor.namespaces import is_own_namespace, within
 
 __all__ = ["FAULTS", "Fault", "Injector", "Target", "moments"]

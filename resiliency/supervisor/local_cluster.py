@@ -31,10 +31,11 @@ from types import FrameType
 from typing import Any
 
 from resiliency.errors import AgentError, ConfigError
+from resiliency.monitor.launcher_process import find_launcher
+from resiliency.monitor.state import StateFolder
 from resiliency.paths import absolute_path
 from resiliency.settings import environment
 from resiliency.supervisor.client import OperatorClient
-from resiliency.supervisor.launcher_process import find_launcher
 from resiliency.supervisor.local_network import LocalNetwork
 from resiliency.supervisor.local_processes import (
     LocalProcess,
@@ -46,7 +47,6 @@ from resiliency.supervisor.local_processes import (
     start,
     wait_for_any,
 )
-from resiliency.supervisor.monitor_state import StateFolder
 from resiliency.supervisor.settings import absolute_paths, read_settings
 
 __all__ = ["LocalCluster", "run_local_cluster"]

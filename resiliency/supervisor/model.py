@@ -5,37 +5,30 @@ Times that end in ``_s`` are seconds of the supervisor's monotonic clock; a host
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 from resiliency.errors import ConfigError
+from resiliency.runtime.addresses import NAME
+from resiliency.runtime.messages.monitor import StepKind
+from resiliency.runtime.messages.observations import Observation, ObservationKind
+from resiliency.runtime.messages.places import Place
 from resiliency.supervisor.running_goodput import RunningGoodput
 
 __all__ = [
-    "NAME",
-    "DeviceClass",
     "Host",
     "HostState",
     "Incident",
-    "Observation",
-    "ObservationKind",
     "Outcome",
-    "Place",
     "Plan",
     "Remedy",
     "RemedyKind",
     "Step",
-    "StepKind",
     "Workload",
     "WorkloadSpec",
     "WorkloadState",
 ]
-
-
-#: Name of a host or a workload. It is used in addresses, variables, file names and logs.
-NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 
 
 class HostState(str, Enum):
@@ -178,108 +171,6 @@ class WorkloadSpec:
         return self.min_replicas * self.hosts_per_replica
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """What a host is to do. It is complete, so that receiving it twice changes nothing.
-
-    Attributes:
-        epoch: of the workload; ranks of another epoch are ended.
-        node_rank: of the host, below ``nodes``.
-        nodes: number of hosts of the workload. Not their names, because each of thousands of hosts would be sent
-            thousands.
-        fresh: interpreters and launchers are started anew as well, not only ranks.
-        replace: global ranks of the epoch before that hang: they are not asked to leave it, their processes are ended.
-        replicas: data-parallel replicas.
-        replicas_before: those of the epoch before; 0: there was none.
-    """
-
-    workload: str
-    epoch: int
-    node_rank: int
-    nodes: int
-    fresh: bool = False
-    replace: tuple[int, ...] = ()
-    replicas: int = 1
-    replicas_before: int = 0
-
-
-class ObservationKind(str, Enum):
-    WORKER_LOST = "worker_lost"
-    WORKER_HUNG = "worker_hung"
-    STRAGGLER = "straggler"
-    HOST_SILENT = "host_silent"
-    HOST_LOST = "host_lost"  # a cordoned host has fallen silent
-    HOST_UNHEALTHY = "host_unhealthy"  # its monitor reports a problem, or it has failed a step of a plan
-    DEVICE_FAULT = "device_fault"
-    DRAIN = "drain"  # an operator, or the host itself, wants the host empty
-    CAPACITY = "capacity"  # hosts are ready that the job could use
-    NO_PROGRESS = "no_progress"  # a step of a plan has failed, or ranks have lost a peer that no host reports
-
-    def __str__(self) -> str:
-        return self.value
-
-
-class DeviceClass(str, Enum):
-    """What is needed to mend a fault of a device."""
-
-    IGNORE = "ignore"
-    APPLICATION = "application"  # the program caused it; the device is well
-    SOFT = "soft"  # a restart of the ranks mends it
-    RESET = "reset"  # a reset of the device mends it
-    SWAP = "swap"  # the host must be swapped
-
-    def __str__(self) -> str:
-        return self.value
-
-
-@dataclass(frozen=True, kw_only=True)
-class Observation:
-    """One thing that was seen.
-
-    Attributes:
-        workload: "": it concerns the host alone.
-        epoch: in which it was seen; when it is not about ranks, the workload's epoch when it was noticed.
-        rank: global rank, when it is about one.
-        device: PCI address or index, when it is about one.
-        device_class: for a DEVICE_FAULT.
-        detail: for people.
-    """
-
-    kind: ObservationKind
-    host: str = ""
-    workload: str = ""
-    epoch: int = 0
-    rank: int | None = None
-    device: str = ""
-    device_class: DeviceClass | None = None
-    detail: str = ""
-
-    @property
-    def takes_host_out(self) -> bool:
-        """Whether the host can have no ranks any more."""
-        if self.kind is ObservationKind.DEVICE_FAULT:
-            return self.device_class is DeviceClass.SWAP
-        return self.kind in _OUT
-
-    @property
-    def is_planned(self) -> bool:
-        """Whether nothing is broken: the job trains, and may be asked for a checkpoint first."""
-        return self.kind in (ObservationKind.DRAIN, ObservationKind.CAPACITY, ObservationKind.STRAGGLER)
-
-    @property
-    def identity(self) -> tuple[object, ...]:
-        """Equal for two observations of the same thing."""
-        return self.kind, self.host, self.workload, self.rank, self.device, self.device_class
-
-
-_OUT = {
-    ObservationKind.HOST_SILENT,
-    ObservationKind.HOST_LOST,
-    ObservationKind.HOST_UNHEALTHY,
-    ObservationKind.DRAIN,
-}
-
-
 class RemedyKind(str, Enum):
     NOTHING = "nothing"
     START = "start"  # ready hosts get the places of a job that has not begun
@@ -308,22 +199,6 @@ class Remedy:
     kind: RemedyKind
     out: tuple[str, ...] = ()
     reason: str = ""
-
-
-class StepKind(str, Enum):
-    """Each kind has one effect, which can be asked for again without harm."""
-
-    CHECKPOINT = "checkpoint"  # ranks save after a step that is still ahead of them
-    VERIFY = "verify"  # hosts check themselves
-    RESET_DEVICES = "reset_devices"
-    SIGNAL = "signal"  # ranks get the user's signal
-    HOOK = "hook"  # the user's program
-    CLUSTER_OUT = "cluster_out"  # the cluster is told not to use hosts: cordon, delete the pod
-    PLACE = "place"  # hosts are told their places, until each has confirmed its place
-    PROGRESS = "progress"  # ranks have trained a step
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from aiohttp import WSMessage, WSMsgType, web
 
 from resiliency.errors import AgentError
-from resiliency.supervisor.addresses import STANDS_BY
-from resiliency.supervisor.auth import Authority
-from resiliency.supervisor.messages import (
+from resiliency.runtime.addresses import STANDS_BY
+from resiliency.runtime.messages.monitor import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Hello,
@@ -24,6 +23,7 @@ from resiliency.supervisor.messages import (
     pack,
     unpack,
 )
+from resiliency.supervisor.auth import Authority
 from resiliency.supervisor.said_rarely import SaidRarely
 from resiliency.supervisor.service import Forged, Service
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-from resiliency.supervisor.model import ObservationKind, Plan, Remedy, RemedyKind, Step, StepKind
+from resiliency.runtime.messages.monitor import StepKind
+from resiliency.runtime.messages.observations import ObservationKind
+from resiliency.supervisor.model import Plan, Remedy, RemedyKind, Step
 from resiliency.supervisor.policy import Situation, places_after
 
 __all__ = ["make_plan", "save_step", "steps_of"]

@@ -16,18 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from resiliency.errors import ConfigError
-from resiliency.supervisor.model import (
-    DeviceClass,
-    Incident,
-    Observation,
-    ObservationKind,
-    Outcome,
-    Plan,
-    Remedy,
-    RemedyKind,
-    Workload,
-    WorkloadState,
-)
+from resiliency.runtime.messages.observations import DeviceClass, Observation, ObservationKind
+from resiliency.supervisor.model import Incident, Outcome, Plan, Remedy, RemedyKind, Workload, WorkloadState
 
 __all__ = ["DefaultPolicy", "Policy", "Situation", "load_policy", "places_after", "problem_of"]
 

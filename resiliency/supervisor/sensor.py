@@ -16,7 +16,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from resiliency.errors import ConfigError
-from resiliency.supervisor.model import Host, HostState, Observation, ObservationKind
+from resiliency.runtime.messages.observations import Observation, ObservationKind
+from resiliency.supervisor.model import Host, HostState
 
 __all__ = ["Sensor", "SensorSettings"]
 

@@ -15,8 +15,8 @@ from typing import Any
 from aiohttp import web
 
 from resiliency.errors import ConfigError
-from resiliency.supervisor._tasks import end_tasks
-from resiliency.supervisor.addresses import STANDS_BY, STANDS_BY_STATUS
+from resiliency.runtime.addresses import STANDS_BY, STANDS_BY_STATUS
+from resiliency.runtime.tasks import end_tasks
 from resiliency.supervisor.api import add_routes
 from resiliency.supervisor.auth import Authority, server_context
 from resiliency.supervisor.clusters.base import Cluster

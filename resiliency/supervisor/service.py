@@ -21,7 +21,19 @@ from typing import Any, Protocol
 
 from resiliency import faultpoints
 from resiliency.events import EventKind
-from resiliency.supervisor._tasks import end_tasks
+from resiliency.runtime.messages.monitor import (
+    MONITOR_ENDS,
+    NO_PLAN,
+    Ask,
+    Desired,
+    Observed,
+    Report,
+    StepEnded,
+    StepKind,
+    pack,
+)
+from resiliency.runtime.messages.observations import Observation, ObservationKind
+from resiliency.runtime.tasks import end_tasks
 from resiliency.supervisor.actuator import Actuator
 from resiliency.supervisor.clusters.base import Cluster
 from resiliency.supervisor.clusters.none import NoCluster
@@ -30,17 +42,7 @@ from resiliency.supervisor.decided import ASKED, Decided
 from resiliency.supervisor.hang_watch import HangWatch
 from resiliency.supervisor.history import History
 from resiliency.supervisor.lease import Lease
-from resiliency.supervisor.messages import MONITOR_ENDS, NO_PLAN, Ask, Desired, Observed, Report, StepEnded, pack
-from resiliency.supervisor.model import (
-    Host,
-    HostState,
-    Observation,
-    ObservationKind,
-    StepKind,
-    Workload,
-    WorkloadSpec,
-    WorkloadState,
-)
+from resiliency.supervisor.model import Host, HostState, Workload, WorkloadSpec, WorkloadState
 from resiliency.supervisor.policy import load_policy
 from resiliency.supervisor.policy_guard import GuardedPolicy
 from resiliency.supervisor.sensor import Sensor

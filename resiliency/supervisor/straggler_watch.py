@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from resiliency.supervisor.messages import RankReport
-from resiliency.supervisor.model import Observation, ObservationKind
+from resiliency.runtime.messages.monitor import RankReport
+from resiliency.runtime.messages.observations import Observation, ObservationKind
 from resiliency.telemetry.step_spread import RankSteps, straggler_text, stragglers
 
 __all__ = ["StragglerWatch"]

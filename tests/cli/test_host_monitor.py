@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from resiliency.cli.host_monitor import main
-from resiliency.supervisor.monitor_settings import launcher_command
-from resiliency.supervisor.monitor_state import StateFolder
+from resiliency.monitor.settings import launcher_command
+from resiliency.monitor.state import StateFolder
 
 URL = ["--supervisor", "http://127.0.0.1:1"]
 

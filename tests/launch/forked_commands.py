@@ -21,9 +21,10 @@ from typing import Any, NoReturn
 from resiliency.cli import __main__ as command_line
 from resiliency.cli.main import main
 from resiliency.launch import local_hosts
+from resiliency.monitor import launcher_process
 from resiliency.runtime.command_line import show_command_line
 from resiliency.settings import all_variables
-from resiliency.supervisor import launcher_process, local_processes
+from resiliency.supervisor import local_processes
 from resiliency.supervisor.namespaces import _CLONE_NEWNET, _call, _own
 from tests.launch.fork_helper import ForkHelper
 from tests.launch.ready_zygote import Child, end_as_interpreter, keep_only, prepare_zygote, take_environment
@@ -53,7 +54,7 @@ def _import_what_hosts_need(words: Sequence[str]) -> None:
 
         import resiliency.cli.host_monitor
         import resiliency.cli.supervisor
-        import resiliency.supervisor.host_monitor
+        import resiliency.monitor.host_monitor
         import resiliency.supervisor.service  # noqa: F401
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from resiliency.supervisor.messages import (
+from resiliency.runtime.messages.monitor import (
     PROTOCOL_VERSION,
     Desired,
     Hello,
@@ -22,11 +22,13 @@ from resiliency.supervisor.messages import (
     Refused,
     Report,
     StepEnded,
+    StepKind,
     Welcome,
     pack,
     unpack,
 )
-from resiliency.supervisor.model import Observation, ObservationKind, StepKind, WorkloadSpec
+from resiliency.runtime.messages.observations import Observation, ObservationKind
+from resiliency.supervisor.model import WorkloadSpec
 from resiliency.supervisor.sensor import SensorSettings
 from resiliency.supervisor.server import Supervisor
 from resiliency.supervisor.settings import SupervisorSettings

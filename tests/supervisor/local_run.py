@@ -27,7 +27,7 @@ def main() -> int:
             return start(name, number, words, variables, fds)
         package = os.path.dirname(os.path.dirname(os.path.abspath(resiliency.__file__)))
         code = (
-            "import sys; from resiliency.supervisor import monitor_settings as m;"
+            "import sys; from resiliency.monitor import settings as m;"
             f"m.launcher_command = lambda *a, **k: (sys.executable, '-S', '-E', {launcher!r}, '{{endpoint}}',"
             f" {finished!r}); from resiliency.cli.host_monitor import main; sys.exit(main(sys.argv[2:]))"
         )

@@ -19,7 +19,7 @@ class MonitorCommand:
     def __init__(self, folder: Path, *supervisor: str, host: str = "a", **variables: str) -> None:
         launcher = str(Path(__file__).with_name("quick_launcher.py"))
         code = (
-            "import sys; from resiliency.supervisor import monitor_settings as m;"
+            "import sys; from resiliency.monitor import settings as m;"
             f"m.launcher_command = lambda *a, **k: (sys.executable, '-S', '-E', {launcher!r}, '{{endpoint}}',"
             f" {str(folder / 'finished')!r}); from resiliency.cli.host_monitor import main; sys.exit(main(sys.argv[1:]))"
         )

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from resiliency.runtime.messages.monitor import StepKind
+from resiliency.runtime.messages.observations import Observation, ObservationKind
+from resiliency.runtime.messages.places import Place
 from resiliency.supervisor.controller import Controller, ControllerSettings
-from resiliency.supervisor.model import (
-    HostState,
-    Observation,
-    ObservationKind,
-    Place,
-    StepKind,
-    Workload,
-    WorkloadSpec,
-)
+from resiliency.supervisor.model import HostState, Workload, WorkloadSpec
 from resiliency.supervisor.policy import Policy
 from resiliency.supervisor.sensor import Sensor, SensorSettings
 

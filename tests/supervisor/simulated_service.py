@@ -13,10 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from resiliency.supervisor import service as service_module
-from resiliency.supervisor.asks import Asks
-from resiliency.supervisor.controller import Changes
-from resiliency.supervisor.messages import (
+from resiliency.monitor.asks import Asks
+from resiliency.monitor.state import MonitorState
+from resiliency.runtime.messages.monitor import (
     NO_PLAN,
     Ask,
     Desired,
@@ -24,11 +23,15 @@ from resiliency.supervisor.messages import (
     RankReport,
     Report,
     StepEnded,
+    StepKind,
     pack,
     unpack,
 )
-from resiliency.supervisor.model import Observation, ObservationKind, Outcome, Place, Plan, StepKind, WorkloadSpec
-from resiliency.supervisor.monitor_state import MonitorState
+from resiliency.runtime.messages.observations import Observation, ObservationKind
+from resiliency.runtime.messages.places import Place
+from resiliency.supervisor import service as service_module
+from resiliency.supervisor.controller import Changes
+from resiliency.supervisor.model import Outcome, Plan, WorkloadSpec
 from resiliency.supervisor.sensor import SensorSettings
 from resiliency.supervisor.service import Service
 from resiliency.supervisor.settings import HookSettings, SupervisorSettings

@@ -10,9 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from resiliency.runtime.messages.monitor import StepKind
 from resiliency.supervisor.actuator import Actuator
 from resiliency.supervisor.clusters.none import NoCluster
-from resiliency.supervisor.model import Plan, Remedy, RemedyKind, Step, StepKind, Workload, WorkloadSpec
+from resiliency.supervisor.model import Plan, Remedy, RemedyKind, Step, Workload, WorkloadSpec
 from tests.processes import wait_ended
 
 WORKLOADS = {"job": Workload(spec=WorkloadSpec(name="job", replicas=1))}

@@ -10,16 +10,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from resiliency.supervisor.messages import StepEnded
-from resiliency.supervisor.model import (
-    DeviceClass,
-    ObservationKind,
-    Outcome,
-    Plan,
-    StepKind,
-    WorkloadSpec,
-    WorkloadState,
-)
+from resiliency.runtime.messages.monitor import StepEnded, StepKind
+from resiliency.runtime.messages.observations import DeviceClass, ObservationKind
+from resiliency.supervisor.model import Outcome, Plan, WorkloadSpec, WorkloadState
 
 from .simulated_service import BEHAVIOURS, Whole
 

@@ -8,22 +8,12 @@ from typing import Any
 
 import pytest
 
-from resiliency.launch.places import REPORT_S
+from resiliency.runtime.messages.launcher import REPORT_S
+from resiliency.runtime.messages.monitor import StepKind
+from resiliency.runtime.messages.observations import DeviceClass, Observation, ObservationKind
 from resiliency.runtime.typed_json import from_jsonable, to_jsonable
 from resiliency.supervisor.controller import Controller, ControllerSettings
-from resiliency.supervisor.model import (
-    DeviceClass,
-    HostState,
-    Observation,
-    ObservationKind,
-    Outcome,
-    Plan,
-    Remedy,
-    RemedyKind,
-    StepKind,
-    WorkloadSpec,
-    WorkloadState,
-)
+from resiliency.supervisor.model import HostState, Outcome, Plan, Remedy, RemedyKind, WorkloadSpec, WorkloadState
 from resiliency.supervisor.plans import save_step
 from resiliency.supervisor.policy import Situation
 from resiliency.supervisor.sensor import Sensor, SensorSettings

@@ -7,13 +7,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from resiliency.supervisor.model import (
-    DeviceClass,
-    Observation,
-    ObservationKind,
-    WorkloadSpec,
-    WorkloadState,
-)
+from resiliency.runtime.messages.observations import DeviceClass, Observation, ObservationKind
+from resiliency.supervisor.model import WorkloadSpec, WorkloadState
 
 from .simulated import Simulation
 

@@ -9,17 +9,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from resiliency.runtime.messages.monitor import StepKind
+from resiliency.runtime.messages.observations import DeviceClass, Observation, ObservationKind
 from resiliency.supervisor.controller import ControllerSettings
-from resiliency.supervisor.model import (
-    DeviceClass,
-    HostState,
-    Observation,
-    ObservationKind,
-    RemedyKind,
-    StepKind,
-    WorkloadSpec,
-    WorkloadState,
-)
+from resiliency.supervisor.model import HostState, RemedyKind, WorkloadSpec, WorkloadState
 
 from .simulated import TIMEOUT_S, Simulation
 

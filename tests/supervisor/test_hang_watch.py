@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from resiliency.runtime.messages.monitor import RankReport
 from resiliency.supervisor.hang_watch import HangWatch
-from resiliency.supervisor.messages import RankReport
 
 
 def test_a_host_whose_ranks_have_finished_is_not_waited_for() -> None:

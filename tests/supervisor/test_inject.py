@@ -12,9 +12,9 @@ import pytest
 
 from resiliency.cli.inject import main
 from resiliency.errors import ConfigError
+from resiliency.monitor.watchdogs.ecc import EccWatchdog
+from resiliency.monitor.watchdogs.xid import XidWatchdog
 from resiliency.supervisor.inject import Fault, Injector, Target, moments
-from resiliency.supervisor.watchdogs.ecc import EccWatchdog
-from resiliency.supervisor.watchdogs.xid import XidWatchdog
 
 
 class Ranks(Target):

@@ -14,21 +14,13 @@ from typing import Any
 import pytest
 
 from resiliency.errors import ConfigError
+from resiliency.monitor.watchdogs.registry import WatchdogSettings, make_watchdogs
+from resiliency.runtime.messages.monitor import StepKind
+from resiliency.runtime.messages.observations import DeviceClass, ObservationKind
 from resiliency.supervisor import server
-from resiliency.supervisor.model import (
-    DeviceClass,
-    HostState,
-    ObservationKind,
-    Outcome,
-    Remedy,
-    RemedyKind,
-    StepKind,
-    WorkloadSpec,
-    WorkloadState,
-)
+from resiliency.supervisor.model import HostState, Outcome, Remedy, RemedyKind, WorkloadSpec, WorkloadState
 from resiliency.supervisor.policy import Situation
 from resiliency.supervisor.settings import HookSettings, split_address
-from resiliency.supervisor.watchdogs.registry import WatchdogSettings, make_watchdogs
 
 from .fake_monitors import TIMEOUT_S, job, leading, monitors, settings, until, url_of
 from .simulated import Simulation

@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from resiliency.supervisor.messages import Report, pack
+from resiliency.runtime.messages.monitor import Report, pack
 from resiliency.supervisor.said_rarely import SaidRarely
 
 from .fake_monitors import leading, settings, url_of

@@ -7,8 +7,9 @@ from collections.abc import Collection
 
 import pytest
 
+from resiliency.runtime.messages.monitor import StepKind
 from resiliency.supervisor.controller import Controller
-from resiliency.supervisor.model import HostState, StepKind, WorkloadSpec, WorkloadState
+from resiliency.supervisor.model import HostState, WorkloadSpec, WorkloadState
 from resiliency.supervisor.sensor import Sensor, SensorSettings
 
 SETTINGS = SensorSettings(period_s=5.0, timeout_s=10.0)

@@ -13,8 +13,7 @@ import aiohttp
 import pytest
 
 from resiliency import faultpoints
-from resiliency.supervisor.controller import Changes
-from resiliency.supervisor.messages import (
+from resiliency.runtime.messages.monitor import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Desired,
@@ -22,18 +21,13 @@ from resiliency.supervisor.messages import (
     Observed,
     Refused,
     Report,
+    StepKind,
     pack,
     unpack,
 )
-from resiliency.supervisor.model import (
-    Host,
-    HostState,
-    Observation,
-    ObservationKind,
-    StepKind,
-    Workload,
-    WorkloadState,
-)
+from resiliency.runtime.messages.observations import Observation, ObservationKind
+from resiliency.supervisor.controller import Changes
+from resiliency.supervisor.model import Host, HostState, Workload, WorkloadState
 from resiliency.supervisor.sensor import SensorSettings
 from resiliency.supervisor.server import Supervisor
 from resiliency.supervisor.settings import HangSettings, HookSettings, StragglerSettings

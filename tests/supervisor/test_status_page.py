@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from resiliency.supervisor.messages import Observed
-from resiliency.supervisor.model import Observation, ObservationKind
+from resiliency.runtime.messages.monitor import Observed
+from resiliency.runtime.messages.observations import Observation, ObservationKind
 from resiliency.supervisor.page import render_page
 from resiliency.supervisor.views import event_view, status_view
 from tests.goodput.browser import Browser

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from resiliency.errors import ConfigError
+from resiliency.runtime.messages.observations import Observation, ObservationKind
 from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.lease import SqliteLease
-from resiliency.supervisor.model import Host, HostState, Incident, Observation, ObservationKind, Workload, WorkloadSpec
+from resiliency.supervisor.model import Host, HostState, Incident, Workload, WorkloadSpec
 from resiliency.supervisor.sqlite_store import SCHEMA_VERSION, SqliteStore
 from resiliency.supervisor.store import HistoryEvent, LeadershipLost, StateUnavailable
 

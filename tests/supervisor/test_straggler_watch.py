@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from resiliency.supervisor.messages import RankReport
-from resiliency.supervisor.model import Observation, ObservationKind
+from resiliency.runtime.messages.monitor import RankReport
+from resiliency.runtime.messages.observations import Observation, ObservationKind
 from resiliency.supervisor.straggler_watch import StragglerWatch
 
 WINDOW_S, STEP_S = 10.0, 0.5

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from resiliency.supervisor.model import ObservationKind
+from resiliency.runtime.messages.observations import ObservationKind
 from tests.ports import free_port
 
 from .fake_monitors import PERIOD_S, FakeMonitor, until

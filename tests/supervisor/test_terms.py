@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
+from resiliency.runtime.messages.monitor import PROTOCOL_VERSION, Hello, Message, Refused, Welcome, pack, unpack
 from resiliency.supervisor import lease as lease_module
-from resiliency.supervisor.messages import PROTOCOL_VERSION, Hello, Message, Refused, Welcome, pack, unpack
 from resiliency.supervisor.server import Supervisor
 
 from .fake_monitors import leading, settings, url_of

@@ -1,5 +1,0 @@
-"""Watchdogs: checks that a host and its devices are well. See :mod:`~resiliency.supervisor.watchdogs.base`."""
-
-from __future__ import annotations
-
-__all__: list[str] = []
