@@ -97,7 +97,7 @@ def can_mount() -> bool:
 def can_make_namespaces() -> bool:
     """True where hosts on one machine can have networks of their own."""
     from resiliency.errors import ConfigError
-    from resiliency.supervisor.local_network import LocalNetwork
+    from resiliency.testing.hosts.local_network import LocalNetwork
 
     try:
         LocalNetwork(1).close()

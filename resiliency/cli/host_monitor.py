@@ -55,7 +55,7 @@ async def _run(args: argparse.Namespace, script: Sequence[str]) -> int:
     from resiliency.monitor.settings import MonitorSettings, launcher_command
     from resiliency.monitor.watchdogs.registry import WatchdogSettings, make_watchdogs
     from resiliency.runtime.addresses import supervisor_urls
-    from resiliency.supervisor.local_network import Cable
+    from resiliency.testing.hosts.local_network import Cable
 
     host = args.host or environment().node
     connection = ConnectionSettings(

@@ -14,7 +14,7 @@ from resiliency.paths import absolute_path
 from resiliency.settings import environment
 
 if TYPE_CHECKING:
-    from resiliency.supervisor.inject import Fault
+    from resiliency.testing.hosts.inject import Fault
 
 __all__ = ["main"]
 
@@ -31,7 +31,7 @@ def main(words: Sequence[str]) -> int:
     Raises:
         SystemExit: with 2, for wrong arguments.
     """
-    from resiliency.supervisor.inject import Injector, Target, moments
+    from resiliency.testing.hosts.inject import Injector, Target, moments
 
     parser = _parser()
     args = parser.parse_args(list(words))
@@ -67,7 +67,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _fault(args: argparse.Namespace) -> Fault:
-    from resiliency.supervisor.inject import Fault
+    from resiliency.testing.hosts.inject import Fault
 
     return Fault(
         kind=args.fault,

@@ -42,7 +42,7 @@ def _run_local_cluster(parser: argparse.ArgumentParser, args: argparse.Namespace
     from torch.distributed import run as torchrun
 
     from resiliency.errors import ConfigError
-    from resiliency.supervisor.local_cluster import LocalCluster, run_local_cluster
+    from resiliency.testing.hosts.local_cluster import LocalCluster, run_local_cluster
 
     fewest, hosts = torchrun.parse_min_max_nnodes(args.nnodes)
     script = ["-m"] * args.module + [args.training_script, *args.training_script_args]

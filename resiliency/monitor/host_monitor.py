@@ -31,6 +31,7 @@ from resiliency.monitor.launcher_process import (
     identities_of,
     start_launcher,
 )
+from resiliency.monitor.network_fault import NetworkFault
 from resiliency.monitor.outbox import Outbox
 from resiliency.monitor.settings import MonitorSettings
 from resiliency.monitor.state import Given, LauncherId, MonitorState, StateFolder
@@ -66,7 +67,6 @@ from resiliency.runtime.messages.places import Place
 from resiliency.runtime.processes import is_stopped
 from resiliency.runtime.tasks import end_tasks, is_set_within
 from resiliency.settings import all_variables
-from resiliency.supervisor.local_network import Cable
 
 __all__ = ["HostMonitor"]
 
@@ -116,7 +116,8 @@ class HostMonitor:
 
     Args:
         watchdogs: checks of this host that run all the time.
-        cable: this host's link to the switch, where several hosts on one machine have networks of their own.
+        cable: cuts this host off, where a test may; None: an injected partition only ends the connection to the
+            supervisor.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class HostMonitor:
         settings: MonitorSettings,
         connection: ConnectionSettings,
         watchdogs: Sequence[Watchdog] = (),
-        cable: Cable | None = None,
+        cable: NetworkFault | None = None,
     ) -> None:
         self._settings, self._connection_settings, self._given_watchdogs = settings, connection, tuple(watchdogs)
         self._folder = StateFolder(settings.state_dir, settings.host)
@@ -810,7 +811,7 @@ class HostMonitor:
         try:
             self._cable.pull()
         except OSError as error:
-            return f"the cable {self._cable.link} of this host cannot be pulled: {error}"
+            return f"the cable of this host cannot be pulled: {error}"
         logger.warning("a fault is put in: this host is cut off from all others for %.1f s", seconds)
         if self._partition is not None:
             self._partition.cancel()

@@ -23,7 +23,7 @@ from resiliency.errors import ResiliencyError
 from resiliency.monitor.launcher_process import find_launcher
 from resiliency.monitor.state import StateFolder
 from resiliency.supervisor.client import OperatorClient
-from resiliency.supervisor.inject import Fault, Injector, Target
+from resiliency.testing.hosts.inject import Fault, Injector, Target
 from resiliency.testing.zygote import Zygote
 from tests.e2e import cluster_job
 from tests.e2e.cluster_job import BATCH, checksum, loss_of, samples

@@ -24,8 +24,8 @@ from resiliency.launch import local_hosts
 from resiliency.monitor import launcher_process
 from resiliency.runtime.command_line import show_command_line
 from resiliency.settings import all_variables
-from resiliency.supervisor import local_processes
-from resiliency.supervisor.namespaces import _CLONE_NEWNET, _call, _own
+from resiliency.testing.hosts import local_processes
+from resiliency.testing.hosts.namespaces import _CLONE_NEWNET, _call, _own
 from tests.launch.fork_helper import ForkHelper
 from tests.launch.ready_zygote import Child, end_as_interpreter, keep_only, prepare_zygote, take_environment
 

@@ -140,7 +140,7 @@ def test_a_supervisor_that_was_heard_is_tried_again_within_two_of_its_periods(tm
 
 
 def test_a_partition_that_is_put_in_ends_by_itself(tmp_path: Path) -> None:
-    from resiliency.supervisor.inject import Fault, Injector, Target
+    from resiliency.testing.hosts.inject import Fault, Injector, Target
 
     async def scenario(host: Host) -> None:
         host.start_monitor()

@@ -17,7 +17,7 @@ class MonitorCommand:
     """``resiliency host-monitor`` with a launcher that is quick to start; its rank makes steps and its pid is known."""
 
     def __init__(self, folder: Path, *supervisor: str, host: str = "a", **variables: str) -> None:
-        launcher = str(Path(__file__).with_name("quick_launcher.py"))
+        launcher = str(Path(__file__).parents[1] / "quick_launcher.py")
         code = (
             "import sys; from resiliency.monitor import settings as m;"
             f"m.launcher_command = lambda *a, **k: (sys.executable, '-S', '-E', {launcher!r}, '{{endpoint}}',"

@@ -135,8 +135,8 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """A request of another process than the launcher, see :mod:`~resiliency.supervisor.inject`: puts a fault into this
-    monitor, or asks for its ranks."""
+    """A request of another process than the launcher (``resiliency inject``): puts a fault into this monitor, or asks
+    for its ranks."""
 
     action: str
     seconds: float = 0.0

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from resiliency.errors import ConfigError
-from resiliency.supervisor.namespaces import Namespace, set_link_up, within
+from resiliency.testing.hosts.namespaces import Namespace, set_link_up, within
 
 __all__ = ["Cable", "LocalNetwork"]
 

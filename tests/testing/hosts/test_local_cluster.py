@@ -19,8 +19,8 @@ import pytest
 from resiliency.cli.inject import main as inject
 from resiliency.errors import ConfigError
 from resiliency.supervisor.client import OperatorClient
-from resiliency.supervisor.local_cluster import _locked
 from resiliency.supervisor.sqlite_store import SqliteStore
+from resiliency.testing.hosts.local_cluster import _locked
 from tests.networks import has_route_to, network_of, processes_in
 from tests.processes import descendant_pids, wait_ended
 

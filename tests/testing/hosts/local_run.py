@@ -7,17 +7,18 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import resiliency
 from resiliency.settings import child_environment
-from resiliency.supervisor import local_cluster
-from resiliency.supervisor.local_processes import LocalProcess
+from resiliency.testing.hosts import local_cluster
+from resiliency.testing.hosts.local_processes import LocalProcess
 
 
 def main() -> int:
     state, finished, hosts, fewest, namespaces = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    launcher = os.path.join(os.path.dirname(__file__), "quick_launcher.py")
+    launcher = str(Path(__file__).parents[2] / "quick_launcher.py")
     local_cluster._LOOKS = (1.5, 3.0)
     local_cluster._NO_HOSTS_S = 5.0
     start = local_cluster.start

@@ -13,11 +13,11 @@ import pytest
 from resiliency.cli import run as run_command
 from resiliency.cli.host_monitor import _parser as monitor_parser
 from resiliency.errors import ConfigError
-from resiliency.supervisor import local_cluster
-from resiliency.supervisor.local_cluster import LocalCluster
-from resiliency.supervisor.local_network import LocalNetwork
-from resiliency.supervisor.local_processes import SignalCount, wait_for_any
 from resiliency.supervisor.settings import read_settings
+from resiliency.testing.hosts import local_cluster
+from resiliency.testing.hosts.local_cluster import LocalCluster
+from resiliency.testing.hosts.local_network import LocalNetwork
+from resiliency.testing.hosts.local_processes import SignalCount, wait_for_any
 
 
 @pytest.fixture

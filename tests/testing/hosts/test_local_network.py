@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from resiliency.errors import ConfigError
-from resiliency.supervisor import local_network
-from resiliency.supervisor.local_network import Cable, LocalNetwork
+from resiliency.testing.hosts import local_network
+from resiliency.testing.hosts.local_network import Cable, LocalNetwork
 from tests.networks import has_route_to, network_of, processes_in
 
 #: For the kernel to remove what nobody has any more.
@@ -92,7 +92,7 @@ def test_nothing_is_left_of_a_network_that_is_closed(network: LocalNetwork) -> N
 def test_nothing_is_left_of_a_network_whose_maker_was_killed() -> None:
     code = """if True:
         import subprocess, sys, time
-        from resiliency.supervisor.local_network import LocalNetwork
+        from resiliency.testing.hosts.local_network import LocalNetwork
         network = LocalNetwork(1)
         with network.inside(0):
             subprocess.Popen(["cat"])
@@ -116,7 +116,7 @@ def test_nothing_is_left_of_a_network_whose_maker_was_killed() -> None:
 def test_who_may_not_make_one_is_told_what_to_do() -> None:
     code = """if True:
         import os
-        from resiliency.supervisor.local_network import LocalNetwork
+        from resiliency.testing.hosts.local_network import LocalNetwork
         os.setuid(65534)
         try:
             LocalNetwork(1)

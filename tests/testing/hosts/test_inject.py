@@ -14,7 +14,7 @@ from resiliency.cli.inject import main
 from resiliency.errors import ConfigError
 from resiliency.monitor.watchdogs.ecc import EccWatchdog
 from resiliency.monitor.watchdogs.xid import XidWatchdog
-from resiliency.supervisor.inject import Fault, Injector, Target, moments
+from resiliency.testing.hosts.inject import Fault, Injector, Target, moments
 
 
 class Ranks(Target):

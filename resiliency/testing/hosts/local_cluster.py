@@ -3,7 +3,7 @@
 For CI, a workstation, and trying out what happens when a host is lost. Each host is a host monitor with a process
 group, a name (``RESILIENCY_NODE``), an agent and a local folder of its own, and works as it would on a machine of its
 own; the supervisor is the one of a cluster. They talk over loopback, with tokens made for this run; or each host has a
-network namespace of its own, see :mod:`resiliency.supervisor.local_network`.
+network namespace of its own, see :mod:`resiliency.testing.hosts.local_network`.
 
 A host that is lost stays away until this process gets SIGUSR2: then the host that was lost last is started again, like
 a machine that was repaired. A monitor that was killed alone leaves its launcher running, and the next monitor takes the
@@ -36,8 +36,9 @@ from resiliency.monitor.state import StateFolder
 from resiliency.paths import absolute_path
 from resiliency.settings import environment
 from resiliency.supervisor.client import OperatorClient
-from resiliency.supervisor.local_network import LocalNetwork
-from resiliency.supervisor.local_processes import (
+from resiliency.supervisor.settings import absolute_paths, read_settings
+from resiliency.testing.hosts.local_network import LocalNetwork
+from resiliency.testing.hosts.local_processes import (
     LocalProcess,
     SignalCount,
     end_all,
@@ -47,7 +48,6 @@ from resiliency.supervisor.local_processes import (
     start,
     wait_for_any,
 )
-from resiliency.supervisor.settings import absolute_paths, read_settings
 
 __all__ = ["LocalCluster", "run_local_cluster"]
 

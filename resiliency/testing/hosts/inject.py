@@ -26,7 +26,7 @@ from resiliency.runtime.channel import receive, send
 from resiliency.runtime.heartbeat_files import read_heartbeats
 from resiliency.runtime.peer_credentials import pid_and_user
 from resiliency.storage.manifest import MANIFEST, META_DIR
-from resiliency.supervisor.namespaces import is_own_namespace, within
+from resiliency.testing.hosts.namespaces import is_own_namespace, within
 
 __all__ = ["FAULTS", "Fault", "Injector", "Target", "moments"]
 
