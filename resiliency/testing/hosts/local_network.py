@@ -23,6 +23,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 
 from resiliency.errors import ConfigError
 from resiliency.testing.hosts.namespaces import Namespace, set_link_up, within
@@ -105,6 +106,8 @@ class LocalNetwork:
     def __init__(self, hosts: int) -> None:
         if hosts > _MOST_HOSTS:
             raise ConfigError(f"--network-namespaces: room for {_MOST_HOSTS} hosts, not {hosts}")
+        if find_spec("pyroute2") is None:
+            raise ConfigError("--network-namespaces: pyroute2 is missing: pip install pyroute2")
         self._hosts: dict[int, Namespace] = {}
         self._network = _free_network()
         self._link = f"resil{secrets.token_hex(3)}"
@@ -115,7 +118,7 @@ class LocalNetwork:
             self._switch.add_bridge(_BRIDGE)
             self._switch.add_pair("machine", self._machine, self._link)
             self._switch.add_to_bridge(_BRIDGE, "machine")
-            self._machine.set_address(self._link, self.address, str(self._network.netmask))
+            self._machine.set_address(self._link, self.address, _PREFIX)
             for number in range(hosts):
                 self._add(number)
         except OSError as error:
@@ -135,7 +138,7 @@ class LocalNetwork:
         set_link_up(host.control, "lo", True)
         self._switch.add_pair(f"host{number}", host, _IN_HOST)
         self._switch.add_to_bridge(_BRIDGE, f"host{number}")
-        host.set_address(_IN_HOST, self.address_of(number), str(self._network.netmask))
+        host.set_address(_IN_HOST, self.address_of(number), _PREFIX)
 
     @property
     def address(self) -> str:

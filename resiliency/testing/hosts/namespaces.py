@@ -1,8 +1,7 @@
 """Network namespaces without names, which the kernel removes when nothing uses them any more, and links between them.
 
-Made with system calls and ioctls, so that no program (iproute2, util-linux) is needed. The links of a namespace are
-removed with it, and so is the other end of a veth pair, in whichever namespace it is, so that no process has to survive
-to clear up.
+The links of a namespace are removed with it, and so is the other end of a veth pair, in whichever namespace it is, so
+that no process has to survive to clear up.
 """
 
 from __future__ import annotations
@@ -14,20 +13,13 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 __all__ = ["Namespace", "is_own_namespace", "set_link_up", "within"]
 
 _CLONE_NEWNET = 0x40000000
 _OWN = "/proc/thread-self/ns/net"
-_ADD_BRIDGE, _ADD_TO_BRIDGE = 0x89A0, 0x89A2
-_GET_FLAGS, _SET_FLAGS, _SET_ADDRESS, _SET_NETMASK, _GET_INDEX = 0x8913, 0x8914, 0x8916, 0x891C, 0x8933
-_UP = 0x1
-_LONGEST_NAME = 15
-# Constants of rtnetlink.
-_NEW_LINK, _DELETE_LINK, _ERROR = 16, 17, 2
-_REQUEST, _ACK, _EXCLUSIVE, _CREATE = 0x1, 0x4, 0x200, 0x400
-_NAME, _LINK_INFO, _KIND, _DATA, _PEER, _NAMESPACE_FD = 3, 18, 1, 2, 1, 28
-_ANSWER_S = 10.0
+_GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1
 
 
 class Namespace:
@@ -49,8 +41,6 @@ class Namespace:
             try:
                 self.fd = _own()
                 self.control = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-                self._netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
-                self._netlink.settimeout(_ANSWER_S)
             finally:
                 if new:
                     _call("setns", before, _CLONE_NEWNET)
@@ -60,35 +50,37 @@ class Namespace:
     # Each of these methods raises OSError when the kernel refuses.
 
     def add_bridge(self, name: str) -> None:
-        fcntl.ioctl(self.control, _ADD_BRIDGE, name.encode() + b"\0")
-        set_link_up(self.control, name, True)
+        with self._links() as links:
+            links.link("add", ifname=name, kind="bridge", state="up")
 
     def add_to_bridge(self, bridge: str, name: str) -> None:
-        index = struct.unpack_from("i", fcntl.ioctl(self.control, _GET_INDEX, _request(name)), 16)[0]
-        fcntl.ioctl(self.control, _ADD_TO_BRIDGE, _request(bridge, struct.pack("i", index)))
-        set_link_up(self.control, name, True)
+        with self._links() as links:
+            links.link("set", index=_index(links, name), master=_index(links, bridge), state="up")
 
     def add_pair(self, name: str, other: Namespace, others_name: str) -> None:
         """Makes two connected links (a veth pair), one here and one in another namespace."""
-        peer = _LINK + _attribute(_NAME, _text(others_name)) + _attribute(_NAMESPACE_FD, struct.pack("I", other.fd))
-        info = _attribute(_KIND, b"veth") + _attribute(_DATA, _attribute(_PEER, peer))
-        body = _LINK + _attribute(_NAME, _text(name)) + _attribute(_LINK_INFO, info)
-        self._ask(_NEW_LINK, _CREATE | _EXCLUSIVE, body)
+        with self._links() as links:
+            links.link("add", ifname=name, kind="veth", peer={"ifname": others_name, "net_ns_fd": other.fd})
 
     def remove(self, name: str) -> None:
-        self._ask(_DELETE_LINK, 0, _LINK + _attribute(_NAME, _text(name)))
+        with self._links() as links:
+            links.link("del", ifname=name)
 
-    def set_address(self, name: str, address: str, netmask: str) -> None:
-        for number, value in ((_SET_ADDRESS, address), (_SET_NETMASK, netmask)):
-            packed = struct.pack("=HH4s8x", socket.AF_INET, 0, socket.inet_aton(value))
-            fcntl.ioctl(self.control, number, _request(name, packed))
-        set_link_up(self.control, name, True)
+    def set_address(self, name: str, address: str, prefix: int) -> None:
+        with self._links() as links:
+            links.addr("add", index=_index(links, name), address=address, prefixlen=prefix)
+            links.link("set", index=_index(links, name), state="up")
 
-    def _ask(self, kind: int, flags: int, body: bytes) -> None:
-        self._netlink.send(struct.pack("=IHHII", 16 + len(body), kind, _REQUEST | _ACK | flags, 0, 0) + body)
-        _, answer, *_, code = struct.unpack_from("=IHHIIi", self._netlink.recv(65536))
-        if answer != _ERROR or code:
-            raise OSError(-code, os.strerror(-code))
+    @contextmanager
+    def _links(self) -> Iterator[Any]:
+        from pyroute2 import IPRoute
+        from pyroute2.netlink.exceptions import NetlinkError
+
+        try:
+            with within(self.fd), IPRoute() as links:
+                yield links
+        except NetlinkError as error:
+            raise OSError(*error.args) from error
 
     def close(self) -> None:
         """Closes the descriptors. Idempotent."""
@@ -96,7 +88,10 @@ class Namespace:
             os.close(self.fd)
             self.fd = -1
         self.control.close()
-        self._netlink.close()
+
+
+def _index(links: Any, name: str) -> int:
+    return int(links.link_lookup(ifname=name)[0])
 
 
 @contextmanager
@@ -146,21 +141,6 @@ def _call(name: str, *arguments: int) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def _text(name: str) -> bytes:
-    if len(name.encode()) > _LONGEST_NAME:
-        raise ValueError(f"{name!r} is no name of a link: {_LONGEST_NAME} bytes at most")
-    return name.encode() + b"\0"
-
-
 def _request(name: str, value: bytes = b"") -> bytes:
     """A struct ifreq."""
-    return struct.pack("16s24s", _text(name), value)
-
-
-#: A struct ifinfomsg that names no link.
-_LINK = bytes(16)
-
-
-def _attribute(kind: int, value: bytes) -> bytes:
-    length = 4 + len(value)
-    return struct.pack("=HH", length, kind) + value + bytes(-length % 4)
+    return struct.pack("16s24s", name.encode(), value)

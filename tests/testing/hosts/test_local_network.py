@@ -143,3 +143,9 @@ def test_words_that_are_no_cable_are_refused() -> None:
             Cable.inherited(text)
     with pytest.raises(ConfigError, match="room for 240 hosts, not 241"):
         LocalNetwork(241)
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_network, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install pyroute2"):
+        LocalNetwork(1)
