@@ -21,7 +21,6 @@ _FOR_THE_CLUSTER = (
 )
 #: With ``--spares``, flags that are refused, because the supervisor decides how hosts meet and when ranks have failed.
 _REFUSED: tuple[str, ...] = (
-    "--local-hosts",
     "--standalone",
     "--rdzv-backend",
     "--rdzv-endpoint",

@@ -25,9 +25,6 @@ logger = logging.getLogger(__name__)
 RunLocalCluster = Callable[[argparse.ArgumentParser, argparse.Namespace, Sequence[str]], int]
 #: Exit status when all restarts are used up.
 EXIT_GAVE_UP = 3
-#: Torch's flags for how hosts find each other.
-_RENDEZVOUS_FLAGS = [f"--rdzv-{name}" for name in ("backend", "endpoint", "id", "conf")]
-_RENDEZVOUS_FLAGS += ["--node-rank", "--master-addr", "--master-port", "--standalone"]
 #: Most bytes in the name of an abstract unix socket.
 _MOST_NAME = 107
 #: The default of torch up to 2.6 at least; newer versions have None, and choose a free port.
@@ -66,16 +63,6 @@ def main(words: Sequence[str], *, local_cluster: RunLocalCluster | None = None) 
     for flag in ("--state-dir", "--supervisor-set", "--network-namespaces"):
         if _was_given(parser, args, flag):
             parser.error(f"{flag} needs --spares: without it there is no supervisor")
-    if args.local_hosts:
-        from resiliency.launch import local_hosts
-
-        if local_hosts.LOCAL_HOST_VARIABLE not in all_variables():
-            given = [flag for flag in _RENDEZVOUS_FLAGS if _was_given(parser, args, flag)]
-            if given:
-                parser.error(f"--local-hosts has its own rendezvous; leave out {', '.join(given)}")
-            return local_hosts.run_local_hosts(words, hosts=torchrun.parse_min_max_nnodes(args.nnodes))
-        local_hosts.become_local_host()
-
     from resiliency.launch.elastic import StandbyAgent, StandbyOptions
     from resiliency.launch.supervised import BACKEND, register
     from resiliency.launch.supervised_agent import SupervisedAgent
@@ -212,18 +199,12 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         " time is killed, and a new process takes its place",
     )
     own.add_argument(
-        "--local-hosts",
-        action="store_true",
-        help="run all hosts of --nnodes on this machine, each a launcher with a process group, name, agent and local"
-        " folder of its own",
-    )
-    own.add_argument(
         "--spares",
         type=int,
         default=None,
         metavar="N",
-        help="run all hosts of --nnodes, and N more that wait, on this machine under a supervisor, which swaps a host"
-        " that is lost for one of them",
+        help="run all hosts of --nnodes, and N more that wait (0: none), on this machine under a supervisor, which"
+        " swaps a host that is lost for one of them",
     )
     own.add_argument(
         "--state-dir",

@@ -1,7 +1,7 @@
 """Commands of this package that a process under test starts, as forks of it.
 
-``resiliency run --local-hosts`` and ``--spares`` start a supervisor, and a monitor or launcher for each host: interpreters,
-of which each launcher imports torch, and its zygote Lightning, too, for seconds. A process under test is itself a fork of
+``resiliency run --spares`` starts a supervisor, and a monitor and a launcher for each host: interpreters, of which each
+launcher imports torch, and its zygote Lightning, too, for seconds. A process under test is itself a fork of
 one that has imported it all, and so can be what it starts: it forks a helper before it begins, when it runs one thread,
 has nothing open and no handlers of signals, and the helper forks its children when they are wanted. They are children of
 the process under test, not of the helper.
@@ -20,10 +20,8 @@ from typing import Any, NoReturn
 
 from resiliency.cli import __main__ as command_line
 from resiliency.cli.main import main
-from resiliency.launch import local_hosts
 from resiliency.monitor import launcher_process
 from resiliency.runtime.command_line import show_command_line
-from resiliency.settings import all_variables
 from resiliency.testing.hosts import local_processes
 from resiliency.testing.hosts.namespaces import _CLONE_NEWNET, _call, _own
 from tests.launch.fork_helper import ForkHelper
@@ -37,25 +35,23 @@ _SHELL = launcher_process._SHELL
 
 def prepare_commands(words: Sequence[str]) -> None:
     """Makes this process, a command with these words that has not begun, start forks instead of interpreters."""
-    is_host = local_hosts.LOCAL_HOST_VARIABLE in all_variables()
-    starts_hosts = words[0] == "run" and ("--spares" in words or ("--local-hosts" in words and not is_host))
+    starts_hosts = words[0] == "run" and "--spares" in words
     if starts_hosts:
-        _import_what_hosts_need(words)
+        _import_what_hosts_need()
     if starts_hosts or words[0] == "host-monitor":
         _fork_helper()
     elif words[0] == "run":
         prepare_zygote()
 
 
-def _import_what_hosts_need(words: Sequence[str]) -> None:
+def _import_what_hosts_need() -> None:
     """Once for all of them."""
-    if "--spares" in words:
-        import aiohttp.web  # noqa: F401
+    import aiohttp.web  # noqa: F401
 
-        import resiliency.cli.host_monitor
-        import resiliency.cli.supervisor
-        import resiliency.monitor.host_monitor
-        import resiliency.supervisor.service  # noqa: F401
+    import resiliency.cli.host_monitor
+    import resiliency.cli.supervisor
+    import resiliency.monitor.host_monitor
+    import resiliency.supervisor.service  # noqa: F401
 
 
 def _fork_helper() -> None:
@@ -84,7 +80,7 @@ def _fork_helper() -> None:
         return child
 
     forks = SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
-    for module in (local_hosts, local_processes, launcher_process):
+    for module in (local_processes, launcher_process):
         module.subprocess = forks  # type: ignore[attr-defined]
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from resiliency.launch.local_hosts import exit_status
 from resiliency.runtime.exit_codes import PREEMPTED
 from resiliency.testing.zygote import Zygote
 from tests.launch.launching import ROOT, wait_for
@@ -108,9 +107,3 @@ def test_a_rank_that_has_started_the_others_ends_with_that_status_too(tmp_path: 
             os.killpg(job.pid, signal.SIGKILL)
         job.wait(timeout_s=10)
     assert (tmp_path / "preempted.ckpt").exists()
-
-
-def test_the_status_of_several_hosts() -> None:
-    assert exit_status([PREEMPTED, PREEMPTED], fewest=2, asked=signal.SIGTERM) == PREEMPTED
-    assert exit_status([1, PREEMPTED], fewest=1, asked=None) == PREEMPTED
-    assert exit_status([143, 143], fewest=2, asked=signal.SIGTERM) == 143

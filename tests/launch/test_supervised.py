@@ -391,10 +391,6 @@ def test_flags_that_contradict_a_supervisor_are_refused(launch: Any) -> None:
     assert "the monitor of the host says who takes part; leave out --standalone, --nnodes" in job.text
     job = launch("", "--rdzv-backend", "supervised", arguments=["train.py"])
     assert job.wait() == 2 and "is no name of a monitor's socket" in job.text, job.text
-    flags = ("--local-hosts", "--nnodes", 2, "--rdzv-backend", "supervised")
-    job = launch("", *flags, "--rdzv-endpoint", "x", arguments=["train.py"])
-    assert job.wait() == 2, job.text
-    assert "--local-hosts has its own rendezvous; leave out --rdzv-backend" in job.text
 
 
 def _wait_for(path: Path, timeout_s: float = 60.0) -> None:
