@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from resiliency._version import __version__
+
 if TYPE_CHECKING:
     from resiliency.callbacks.autocheckpoint import AutoCheckpointCallback
     from resiliency.callbacks.model_checkpoint import ModelCheckpoint
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
         UnsupportedFormat,
     )
 
-__version__ = "0.1.0"
 
 __all__ = [
     "AgentError",

@@ -27,6 +27,7 @@ __all__ = [
     "child_environment",
     "environment",
     "lightning_seed",
+    "package_root",
     "replace_variables",
     "set_variable",
 ]
@@ -221,9 +222,14 @@ def set_variable(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
-def child_environment(package_parent: str) -> dict[str, str]:
+def package_root() -> str:
+    """The folder that this copy of the package is imported from."""
+    return os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+
+def child_environment() -> dict[str, str]:
     """The environment for a helper process: this process's own, with this copy of the package importable."""
     env = dict(os.environ)
-    paths = [package_parent, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    paths = [package_root(), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     return env

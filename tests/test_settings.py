@@ -94,14 +94,15 @@ def test_nothing_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_children_find_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"/one{os.pathsep}/here{os.pathsep}/one")
-    env = child_environment("/here")
-    assert env["PYTHONPATH"].split(os.pathsep) == ["/here", "/one"]
+    here = str(Path(resiliency.__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", f"/one{os.pathsep}{here}{os.pathsep}/one")
+    env = child_environment()
+    assert env["PYTHONPATH"].split(os.pathsep) == [here, "/one"]
     assert {key: value for key, value in env.items() if key != "PYTHONPATH"} == {
         key: value for key, value in os.environ.items() if key != "PYTHONPATH"
     }
     monkeypatch.delenv("PYTHONPATH")
-    assert child_environment("/here")["PYTHONPATH"] == "/here"
+    assert child_environment()["PYTHONPATH"] == here
 
 
 def test_nobody_else_reads_the_environment() -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from pathlib import Path
 
-import resiliency
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.protocol import config_to_json
+from resiliency.settings import package_root
 
 __all__ = ["AGENT_FUNCTION", "AGENT_WORD", "agent_command", "import_path"]
 
@@ -35,9 +34,8 @@ def agent_command(config: AgentConfig, ready_fd: int) -> list[str]:
 def import_path() -> list[str]:
     """The agent's ``sys.path``: that of this process, with the standard library and this copy of the package first, so
     that a user's file cannot replace a module of theirs."""
-    package = str(Path(resiliency.__file__).resolve().parent.parent)
     path = [os.path.abspath(entry) for entry in sys.path]  # "" is the working directory
-    return list(dict.fromkeys([*filter(_is_standard, path), package, *path]))
+    return list(dict.fromkeys([*filter(_is_standard, path), package_root(), *path]))
 
 
 def _is_standard(entry: str) -> bool:

@@ -13,11 +13,11 @@ import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 
-from resiliency import faultpoints
 from resiliency.agent._fence import Fence
 from resiliency.agent.config import AgentConfig
 from resiliency.agent.messages import Seal, SealedFile
 from resiliency.errors import AgentError, CorruptShard, TierError
+from resiliency.faultpoints import hit
 from resiliency.storage.blocks import Blocks
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import (
@@ -99,7 +99,7 @@ def write_record(tier: Tier, record: ShardRecord, path: str, inode: int, target:
         OSError, TierError: the file is gone or was changed, or the record cannot be written.
         AgentError: a later attempt has started.
     """
-    faultpoints.hit("agent.record.write", rank=record.rank)
+    hit("agent.record.write", rank=record.rank)
     fence.check()
     elsewhere = path != target and os.path.realpath(path) != os.path.realpath(target)
     if elsewhere or not _is_file(target, inode):
@@ -185,7 +185,7 @@ def write_commit(
         FileNotFoundError: the step's files are gone.
         AgentError: a later attempt has started.
     """
-    faultpoints.hit("agent.manifest.write")
+    hit("agent.manifest.write")
     fence.check()
     check_in_place(tier, step, ranks)
     if isinstance(step, Manifest):
@@ -214,7 +214,7 @@ def write_names(tier: Tier, step: Manifest | UnfinishedStep, names: Iterable[str
         TierError: the tier refused.
         AgentError: a later attempt has started.
     """
-    faultpoints.hit("agent.name.write")
+    hit("agent.name.write")
     refused = give_names(tier, step, names, before_each=fence.check)
     if refused:
         fence.check()  # raises when a later attempt is the reason
@@ -228,7 +228,7 @@ def fsync_step(root: str, folder: str, records: Sequence[ShardRecord]) -> None:
     Raises:
         OSError: the disk failed.
     """
-    faultpoints.hit("agent.fsync")
+    hit("agent.fsync")
     for record in records:
         fsync_file(os.path.join(folder, record.file))
         fsync_file(os.path.join(folder, record_file(record.rank)))
@@ -237,7 +237,7 @@ def fsync_step(root: str, folder: str, records: Sequence[ShardRecord]) -> None:
             fsync_file(os.path.join(folder, file))
     for place in (folder, os.path.dirname(folder), root):
         fsync_dir(place)
-    faultpoints.hit("agent.durable")
+    hit("agent.durable")
 
 
 def _is_file(path: str, inode: int, nbytes: int | None = None) -> bool:

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from resiliency import faultpoints
 from resiliency.agent._fence import Fence
 from resiliency.agent._removal import Remover
 from resiliency.agent._reporter import Notify, Reporter
@@ -55,6 +54,7 @@ from resiliency.agent.messages import (
 from resiliency.agent.uploader import Uploader, UploadOutcome
 from resiliency.errors import AgentError, CorruptShard, TierError
 from resiliency.events import EventKind, EventWriter
+from resiliency.faultpoints import hit
 from resiliency.storage.attempts import attempt_file, write_attempt
 from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.claims import claim_attempt
@@ -517,7 +517,7 @@ class HostAgent:
             AgentError: the message is about another attempt, or is inconsistent.
         """
         if isinstance(message, Seal):
-            faultpoints.hit("agent.seal.received", rank=rank)
+            hit("agent.seal.received", rank=rank)
             self._check_attempt(rank, message.id)
             records = records_of(self.config, rank, message)
             self._commits.submit(partial(self._commit, rank, message, records))
@@ -730,7 +730,7 @@ class HostAgent:
             names=found.names,
         )
         self._report_refused(step_id, refused)
-        faultpoints.hit("agent.committed")
+        hit("agent.committed")
         self._after_commit(step)
 
     def _commit_failed(self, step: StepId, found: OSError | TierError | AgentError) -> None:

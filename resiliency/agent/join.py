@@ -19,9 +19,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from resiliency import faultpoints
 from resiliency.agent._fence import Fence
 from resiliency.errors import AgentError, CorruptShard
+from resiliency.faultpoints import hit
 from resiliency.regular_file import open_regular, opened
 from resiliency.storage.catalog import StepListing, step_prefix
 from resiliency.storage.file_end import NO_LOCKS
@@ -128,7 +128,7 @@ def _join(fd: int, path: str, step: Manifest, tier: LocalTier, fence: Fence) -> 
     known = first.digests[: first.blocks.index_at(begin)]
     record = dataclasses.replace(first, nbytes=begin + len(joined), digests=(*known, *tail_digests(joined, first)))
     try:
-        faultpoints.hit("agent.join.record")
+        hit("agent.join.record")
         fence.check()
         key = step_prefix(step.run, step.id) + record_file(0)
         tier.put_bytes(key, json.dumps(record.to_dict()).encode())
@@ -144,7 +144,7 @@ def _read(folder: str, record: ShardRecord) -> bytes:
 
 
 def _append(fd: int, data: bytes, at: int) -> None:
-    faultpoints.hit("agent.join.write")
+    hit("agent.join.write")
     done = 0
     while done < len(data):
         done += os.pwrite(fd, memoryview(data)[done:], at + done)

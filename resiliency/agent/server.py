@@ -19,7 +19,6 @@ from collections import deque
 from contextlib import suppress
 from typing import get_args
 
-from resiliency import faultpoints
 from resiliency.agent._peer import Peer
 from resiliency.agent._worker import no_thread
 from resiliency.agent.config import AgentConfig
@@ -28,6 +27,7 @@ from resiliency.agent.messages import Flush, Flushed, Hello, Message, Notice, Re
 from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, config_from_json, pack
 from resiliency.errors import AgentError, ConfigError, TierError
 from resiliency.events import EventKind, EventWriter, JsonlSink, NullSink
+from resiliency.faultpoints import hit
 from resiliency.storage.stage import Stage
 
 __all__ = ["EXIT_TAKEN", "AgentServer"]
@@ -361,7 +361,7 @@ def main(arguments: list[str]) -> int:
     """Runs the agent process and returns its exit status. Arguments: the settings as JSON, and the file descriptor to
     which one byte is written when ranks can connect."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s pid=%(process)d: %(message)s")
-    faultpoints.hit("agent.start")
+    hit("agent.start")
     ready = int(arguments[1])
     try:
         # Training takes precedence when the cores are busy.

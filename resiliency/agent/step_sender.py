@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 
-from resiliency import faultpoints
 from resiliency.agent._fence import Fence
 from resiliency.errors import CorruptShard
+from resiliency.faultpoints import hit
 from resiliency.storage.blocks import new_digest
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, gather_records, record_file
@@ -56,12 +56,12 @@ def send_step(
     """
     prefix = step_prefix(run, step)
     for record in records:
-        faultpoints.hit("agent.upload.shard", rank=record.rank)
+        hit("agent.upload.shard", rank=record.rank)
         fence.check()
         check = _BlockChecker(record)
         tier.put_file(prefix + record.file, path(record.file), check=check)
         check.finish()
-        faultpoints.hit("agent.upload.record", rank=record.rank)
+        hit("agent.upload.record", rank=record.rank)
         fence.check()
         tier.put_bytes(prefix + record_file(record.rank), json.dumps(record.to_dict()).encode())
     # The job may have had another number of ranks when this step was saved.
@@ -71,7 +71,7 @@ def send_step(
     manifest = gather_records(gathered)
     if not isinstance(manifest, Manifest):
         raise CorruptShard(f"the records of step {step.step} on {tier.root} do not belong together", path=prefix)
-    faultpoints.hit("agent.upload.manifest")
+    hit("agent.upload.manifest")
     fence.check()
     tier.put_bytes(prefix + MANIFEST, manifest.to_json().encode())
     _send_names(tier, manifest, manifest.names, fence, refused)
@@ -97,10 +97,10 @@ def finish_step(tier: Tier, manifest: Manifest, *, fence: Fence, refused: Callab
 def _send_names(
     tier: Tier, manifest: Manifest, names: Iterable[str], fence: Fence, refused: Callable[[str, str], None]
 ) -> None:
-    faultpoints.hit("agent.upload.name")
+    hit("agent.upload.name")
     for name, reason in give_names(tier, manifest, names, before_each=fence.check).items():
         refused(name, reason)
-    faultpoints.hit("agent.upload.done")
+    hit("agent.upload.done")
 
 
 def _gather_records(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-import resiliency
+from resiliency._version import __version__
 from resiliency.plugins._ckpt_utils import CONTEXT_SUFFIX
 
 __all__ = ["context_folder", "remove_context", "write_context"]
@@ -75,7 +75,7 @@ def _describe(trainer: Any) -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
             lightning.__name__: getattr(lightning, "__version__", None),
-            "resiliency": resiliency.__version__,
+            "resiliency": __version__,
         },
         "command": sys.argv,
     }

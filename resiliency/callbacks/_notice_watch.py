@@ -10,11 +10,11 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
-from resiliency import faultpoints
 from resiliency.callbacks._saver import CheckpointSaver
 from resiliency.checkpoint.checkpointer import default_coordinator
 from resiliency.checkpoint.coordinator import StoreCoordinator
 from resiliency.events import EventKind
+from resiliency.faultpoints import hit
 from resiliency.launch.leaving import abort_collectives, looks_like_a_lost_peer, may_be_interrupted
 from resiliency.plugins import _lightning
 from resiliency.preemption.board import Board, own_connection
@@ -173,7 +173,7 @@ class NoticeWatch:
         # Set before, because the main thread may handle the error of an aborted wait before the signal reaches it.
         self._aborted = True
         abort_collectives()
-        faultpoints.hit("preemption.interrupt", rank=self._rank)
+        hit("preemption.interrupt", rank=self._rank)
         with self._interrupting:
             if self._may_interrupt and self._main is not None:
                 signal.pthread_kill(self._main, _INTERRUPT)

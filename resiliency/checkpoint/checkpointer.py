@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from resiliency import faultpoints
 from resiliency.agent.file_pool import MOST_READY, SMALL_FILE
 from resiliency.agent.messages import Bye, Delete, Prepare, Seal
 from resiliency.checkpoint._arguments import checked_info, checked_names, checked_step, refuse_same_folder
@@ -50,6 +49,7 @@ from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket, checked_stage
 from resiliency.checkpoint.upload_schedule import RemoteSchedule
 from resiliency.errors import ConfigError
 from resiliency.events import EventKind, EventSink, boot_id
+from resiliency.faultpoints import hit
 from resiliency.interruption import lets_handlers_raise
 from resiliency.runtime.start_times import start_fields
 from resiliency.settings import environment
@@ -408,7 +408,7 @@ class Checkpointer:
         self._saving_thread = threading.get_ident()
         parts, trace, step, lazy = self._parts(), request.trace, request.step, request.lazy
         session, saves = parts.session, parts.saves
-        faultpoints.hit("save.begin", rank=self.rank)
+        hit("save.begin", rank=self.rank)
         save_id = saves.next_id(step)
         with traced(trace, "wait for the save before"):
             self.fence()
@@ -462,7 +462,7 @@ class Checkpointer:
             with traced(trace, "copying at once"):
                 lazy_bytes = parts.copies.start(plan, in_flight, seal)
             snapshot = in_flight.snapshot
-            faultpoints.hit("save.fill", rank=self.rank)
+            hit("save.fill", rank=self.rank)
             if lazy is False:
                 self.fence()
             elif self._step_hook is None:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from resiliency import faultpoints
 from resiliency.agent.messages import Rescan
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.rank_messages import CopyProblem, InventoryReport, ProblemReport, gather
@@ -27,6 +26,7 @@ from resiliency.checkpoint.shard_assembler import ShardAssembler, threads_for
 from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError, UnsupportedFormat
 from resiliency.events import EventKind
+from resiliency.faultpoints import hit
 from resiliency.storage.inventory import StepInventory, list_inventory
 from resiliency.storage.passed_over import PassedOver, steps_passed_over, why_unfinished
 from resiliency.storage.restore_plan import RestorePlan, plan_restore
@@ -205,7 +205,7 @@ class Restorer:
         Raises:
             TierError: some tiers could not be listed, and no checkpoint was found on the others.
         """
-        faultpoints.hit("restore.inventory", rank=self.rank)
+        hit("restore.inventory", rank=self.rank)
         entries: list[StepInventory] = []
         failures: list[str] = []
         for source in self._listed:  # a failed source is skipped, because each may hold what the others lack
@@ -347,7 +347,7 @@ class Restorer:
                 raise misfit
             if problems or assembler is None:
                 return None, problems
-            faultpoints.hit("restore.load", rank=self.rank)
+            hit("restore.load", rank=self.rank)
             state, per_rank = assembler.result()
         finally:
             for reader in readers.values():

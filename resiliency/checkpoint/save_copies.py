@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-from resiliency import faultpoints
 from resiliency.agent.messages import Seal, SealedFile
 from resiliency.checkpoint.arena import Arena, Slot
 from resiliency.checkpoint.copier import Copier
@@ -18,6 +17,7 @@ from resiliency.checkpoint.save_tracker import InFlightSave, SaveTracker
 from resiliency.checkpoint.session import Session
 from resiliency.checkpoint.shard_writer import BouncePool, ShardPlan, WrittenFile, small_file, state_job
 from resiliency.checkpoint.snapshot import Job, Snapshot
+from resiliency.faultpoints import hit
 from resiliency.spans import traced
 from resiliency.state.load_proof import LoadProof
 from resiliency.state.structure import Structure
@@ -80,7 +80,7 @@ class SaveCopies:
         def hold(snapshot: Snapshot | None) -> None:
             in_flight.snapshot = snapshot
 
-        faultpoints.hit("save.eager", rank=self._rank)
+        hit("save.eager", rank=self._rank)
         file = plan.file
         if file is None:
             nothing = Job(copies=(), blocks=Blocks(0, BLOCK_BYTES), mine=(), trace=in_flight.trace)
@@ -162,7 +162,7 @@ class SaveCopies:
         if self._has_own_file(save):
             path = self._path(save.seal.id, self._rank)
             files.append(_write_small(path, self._rank, small_file(self._identity(save, self._rank), save.plan.own)))
-        faultpoints.hit("save.sealed", rank=self._rank)
+        hit("save.sealed", rank=self._rank)
         in_flight.sealed_at = time.monotonic()
         in_flight.ticket.mark_reached(Stage.COPIED)
         return dataclasses.replace(

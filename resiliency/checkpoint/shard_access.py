@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from resiliency import faultpoints
 from resiliency.checkpoint.rank_messages import CopyProblem
 from resiliency.checkpoint.shard_assembler import ShardAssembler
 from resiliency.checkpoint.shard_reader import ShardReader, shard_reader
 from resiliency.errors import CorruptShard, TierError
 from resiliency.events import EventKind, EventWriter
+from resiliency.faultpoints import hit
 from resiliency.storage.catalog import read_record
 from resiliency.storage.fetch import fetch_shard
 from resiliency.storage.restore_plan import RestorePlan
@@ -78,7 +78,7 @@ class ShardAccess:
         needed = sorted({0, self._rank} & set(available)) if plan.replicated else sorted(available)
         for rank in needed:
             try:
-                faultpoints.hit("restore.verify", rank=self._rank)
+                hit("restore.verify", rank=self._rank)
                 tier = open_source(self._source(plan, rank), self._openers)
                 readers[rank] = shard_reader(tier, self._run, read_record(tier, self._run, plan.step, rank))
             except (CorruptShard, TierError, OSError) as error:

@@ -45,13 +45,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.storage import UntypedStorage
 
-from resiliency import faultpoints
 from resiliency.checkpoint._cuda import DeviceCopies
 from resiliency.checkpoint._pages import has_small_pages, page_faults, view
 from resiliency.checkpoint.arena import Slot
 from resiliency.checkpoint.comparison import Comparison
 from resiliency.checkpoint.copy_sources import ChangeWatch, CopyTask, Sources
 from resiliency.errors import Timeout, TornSnapshot
+from resiliency.faultpoints import hit
 from resiliency.interruption import raised_by_a_handler
 from resiliency.runtime.latch import Latch
 from resiliency.spans import Recorder, traced
@@ -354,7 +354,7 @@ class Snapshot:
                 else:
                     return False
                 self._running += 1
-            faultpoints.hit("save.block")
+            hit("save.block")
             # The first block is always copied by stores, to find out whether the pages have become huge.
             stored, faults = self._copy_block(self.job.mine[number], by_writes=not helping and number > 0)
             done = True

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from resiliency import __version__
+from resiliency._version import __version__
 from resiliency.cli._output import whole_output
 
 __all__ = ["SUBCOMMANDS", "main"]

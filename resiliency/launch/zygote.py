@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import resiliency
 from resiliency.errors import ResiliencyError
 from resiliency.launch.fresh import parse_command
 from resiliency.runtime.channel import pair, receive, send
 from resiliency.runtime.processes import ForkedProcess, is_stopped, mark_own
+from resiliency.settings import package_root
 
 __all__ = ["CannotFork", "HostZygote"]
 
@@ -250,9 +250,8 @@ def start_interpreter(
         fds: file descriptors that it inherits, passed as its first arguments in this order.
         options: its further arguments, and words that only ``ps`` shows.
     """
-    package = os.path.dirname(os.path.dirname(os.path.abspath(resiliency.__file__)))
     return subprocess.Popen(
-        [sys.executable, "-u", "-c", _BOOTSTRAP, package, *map(str, fds), *options],
+        [sys.executable, "-u", "-c", _BOOTSTRAP, package_root(), *map(str, fds), *options],
         pass_fds=fds,
         env=dict(environment),
         start_new_session=True,

@@ -7,8 +7,8 @@ import os
 import shutil
 from collections.abc import Callable, Iterable
 
-from resiliency import faultpoints
 from resiliency.errors import TierError
+from resiliency.faultpoints import hit
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import COMMIT_MARK, MANIFEST
 from resiliency.storage.names import delete_names
@@ -60,7 +60,7 @@ def delete_step(
     prefix = step_prefix(run, step)
     found = set(files)
     rest = sorted(found - {MANIFEST, COMMIT_MARK})
-    faultpoints.hit("agent.prune.manifest")
+    hit("agent.prune.manifest")
     before_each()
     tier.delete(prefix + MANIFEST)
     if COMMIT_MARK in found:
@@ -68,11 +68,11 @@ def delete_step(
     before_each()
     gone = delete_names(tier, run, names, step=step)
     for file in (file for file in rest if _is_record(file)):
-        faultpoints.hit("agent.prune.record")
+        hit("agent.prune.record")
         before_each()
         tier.delete(prefix + file)
     for file in (file for file in rest if not _is_record(file)):
-        faultpoints.hit("agent.prune.shard")
+        hit("agent.prune.shard")
         before_each()
         if remove_shard is not None:
             remove_shard(file)

@@ -24,8 +24,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from resiliency import faultpoints
 from resiliency.errors import CorruptShard, TierError, UnsupportedFormat
+from resiliency.faultpoints import hit
 from resiliency.regular_file import open_regular
 from resiliency.storage.catalog import StepListing, scan, step_prefix
 from resiliency.storage.change_times import unlink_in_order
@@ -358,7 +358,7 @@ def remove_run_folder(folder: str, through: str, copies: Mapping[str, Sequence[s
     Raises:
         OSError: something cannot be moved or removed.
     """
-    faultpoints.hit("agent.drop.begin")
+    hit("agent.drop.begin")
     # The steps go first and all at once. The numbers of attempts go last, so that no other start uses the same one
     # before.
     entries = sorted(os.listdir(folder), key=lambda name: (name != STEPS_DIR, name.startswith(_ATTEMPT), name))
@@ -372,11 +372,11 @@ def remove_run_folder(folder: str, through: str, copies: Mapping[str, Sequence[s
                 continue  # it was only a temp file
             return False
         if os.path.basename(path) == STEPS_DIR:
-            faultpoints.hit("agent.drop.renamed")
+            hit("agent.drop.renamed")
     _unlink_in_order(os.path.join(through, STEPS_DIR), copies or {})
     with suppress(FileNotFoundError):  # a later job removes the folder too
         shutil.rmtree(through)
-    faultpoints.hit("agent.drop.removed")
+    hit("agent.drop.removed")
     with suppress(OSError):  # a job has begun meanwhile
         os.rmdir(folder)
     remove_state_dir(os.path.dirname(folder))  # unless there are other runs

@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from resiliency import faultpoints
 from resiliency.errors import ResiliencyError
+from resiliency.faultpoints import hit
 from resiliency.supervisor.sqlite_store import SqliteStore
 from resiliency.supervisor.store import LeadershipLost
 
@@ -147,5 +147,5 @@ class SqliteLease:
     def _set(self, what: str, values: tuple[object, ...]) -> bool:
         """Changes the row if it is still as expected; False when it is not."""
         with self._store.writing() as db:
-            faultpoints.hit("supervisor.lease.write")
+            hit("supervisor.lease.write")
             return db.execute(f"UPDATE lease SET {what}", values).rowcount == 1

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from resiliency import faultpoints
 from resiliency.events import EventKind
+from resiliency.faultpoints import hit
 from resiliency.runtime.messages.monitor import (
     MONITOR_ENDS,
     NO_PLAN,
@@ -522,7 +522,7 @@ class Service:
                 continue  # it may have ranks that this supervisor does not know, and a dry run leaves them alone
             text = self._desired(host)
             if again or text != heard.offered:
-                faultpoints.hit("supervisor.send")
+                hit("supervisor.send")
                 heard.offered = text
                 heard.link.offer(text)
 
@@ -744,7 +744,7 @@ class Service:
             or link.host not in self.decided.asked(plan)
         ):
             return  # of a plan that is over or of another state file, or a second answer
-        faultpoints.hit("supervisor.step.ended")
+        hit("supervisor.step.ended")
         answers = self._answers.setdefault((plan.number, plan.at), {})
         answers.setdefault(link.host, problem)
         asked = self.decided.asked(plan)

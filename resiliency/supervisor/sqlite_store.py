@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from resiliency import faultpoints
 from resiliency.errors import ConfigError, ResiliencyError
+from resiliency.faultpoints import hit
 from resiliency.runtime.typed_json import from_jsonable, to_jsonable
 from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.model import Host, Incident, Plan, Workload
@@ -223,7 +223,7 @@ class SqliteStore:
         ]
         gone = [(name,) for name, host in (hosts or {}).items() if host is None]
         with self.reading():
-            faultpoints.hit("supervisor.store.begin")
+            hit("supervisor.store.begin")
             with self._exclusively():
                 if int(self._meta("term")) != term:
                     raise LeadershipLost(self._replaced(term))
@@ -238,8 +238,8 @@ class SqliteStore:
                     map(_row, events),
                 )
                 self._forget_oldest()
-                faultpoints.hit("supervisor.store.write")
-            faultpoints.hit("supervisor.store.committed")
+                hit("supervisor.store.write")
+            hit("supervisor.store.committed")
 
     def _forget_oldest(self) -> None:
         first, last = self._db.execute("SELECT min(number), max(number) FROM events").fetchone()

@@ -79,8 +79,7 @@ class Zygote:
     """
 
     def __init__(self, preload: Sequence[str], *, log: str = os.devnull, path: Sequence[str] = ()) -> None:
-        parent = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        env = child_environment(parent)
+        env = child_environment()
         env["PYTHONPATH"] = os.pathsep.join([*path, env["PYTHONPATH"]])
         env["OMP_NUM_THREADS"] = "1"
         with open(log, "ab") as output:

@@ -41,7 +41,7 @@ def printed(size: int, output: Path, *, unbuffered: bool, most: int | None = Non
             [*limit, sys.executable, "-c", PRINTS, str(size)],
             stdout=file,
             stderr=subprocess.PIPE,
-            env=child_environment(str(Path(__file__).parents[2])) | {"PYTHONUNBUFFERED": "1" if unbuffered else ""},
+            env=child_environment() | {"PYTHONUNBUFFERED": "1" if unbuffered else ""},
             text=True,
             timeout=60,
         )
@@ -76,7 +76,7 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback(unbuffered: bool, ended
             [sys.executable, "-c", f"{HIDING}{PRINTS}    {end}\n", "100"],
             stdout=write,
             stderr=subprocess.PIPE,
-            env=child_environment(str(Path(__file__).parents[2])) | {"PYTHONUNBUFFERED": "1" if unbuffered else ""},
+            env=child_environment() | {"PYTHONUNBUFFERED": "1" if unbuffered else ""},
             text=True,
             timeout=60,
         )

@@ -98,7 +98,7 @@ def test_a_slow_disk_lengthens_no_lease(two: Two, monkeypatch: pytest.MonkeyPatc
         two.clock.now_s += LEASE_S
 
     with monkeypatch.context() as slow:
-        slow.setattr(lease_module.faultpoints, "hit", slowly)
+        slow.setattr(lease_module, "hit", slowly)
         two.leader.renew()
     assert two.held() == (False, False)
 

@@ -17,7 +17,6 @@ from types import FrameType
 
 import psutil
 
-import resiliency
 from resiliency.settings import child_environment
 
 __all__ = ["LocalProcess", "SignalCount", "end_all", "end_tree", "handled_by", "signal_all", "start", "wait_for_any"]
@@ -74,10 +73,9 @@ def start(
     name: str, number: int | None, words: Sequence[str], variables: Mapping[str, str], fds: Sequence[int] = ()
 ) -> LocalProcess:
     """Starts ``resiliency`` with these arguments, additional environment variables, and inherited descriptors."""
-    package = os.path.dirname(os.path.dirname(os.path.abspath(resiliency.__file__)))
     popen = subprocess.Popen(
         [sys.executable, "-m", "resiliency.cli", *words],
-        env=child_environment(package) | dict(variables),
+        env=child_environment() | dict(variables),
         start_new_session=True,
         pass_fds=fds,
     )

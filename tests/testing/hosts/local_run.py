@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import resiliency
 from resiliency.settings import child_environment
 from resiliency.testing.hosts import local_cluster
 from resiliency.testing.hosts.local_processes import LocalProcess
@@ -26,7 +25,6 @@ def main() -> int:
     def start_with_quick_launcher(name, number, words, variables, fds=()):
         if words[0] != "host-monitor":
             return start(name, number, words, variables, fds)
-        package = os.path.dirname(os.path.dirname(os.path.abspath(resiliency.__file__)))
         code = (
             "import sys; from resiliency.monitor import settings as m;"
             f"m.launcher_command = lambda *a, **k: (sys.executable, '-S', '-E', {launcher!r}, '{{endpoint}}',"
@@ -34,7 +32,7 @@ def main() -> int:
         )
         popen = subprocess.Popen(
             [sys.executable, "-c", code, *words],
-            env=child_environment(package) | dict(variables),
+            env=child_environment() | dict(variables),
             start_new_session=True,
             pass_fds=fds,
         )
