@@ -86,8 +86,8 @@ class Host(asyncio.Protocol):
             return
         for ask in message["asks"]:
             self.send({"type": "StepEnded", "plan": ask["plan"], "at": ask["at"], "epoch": ask["epoch"]})
-        self.master = message["master"]
         place = message["place"]
+        self.master = place["master"] if place else ""
         if (place and place["epoch"]) != (self.place and self.place["epoch"]):
             self.place, self.step = place, 0
             self.owner.placed(self)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from resiliency.launch.hangs import Seen
 from resiliency.launch.monitor_link import MonitorLink
 from resiliency.runtime.heartbeat_page import MOST_ATTEMPT
+from resiliency.runtime.messages.launcher import Ended, Lost, LostPeers, Pages, Running, Saved, Waiting
+from resiliency.runtime.messages.monitor import RankReport
 
 __all__ = ["HostReports"]
 
@@ -25,7 +26,7 @@ class HostReports:
         self._epoch = 0
         self._ranks: dict[str, list[int]] = {}
         self._lost: set[int] = set()
-        self._lost_peers: list[int] = []
+        self._lost_peers: tuple[int, ...] = ()
         self._ended = False
 
     @property
@@ -38,73 +39,78 @@ class HostReports:
         much."""
         self._link.take_back("running")
         if not self._ended:
-            self._link.stand("waiting", {"kind": "waiting", "epoch": self._epoch, "warm": warm})
+            self._link.stand("waiting", Waiting(epoch=self._epoch, warm=warm))
 
     def started(self, epoch: int) -> None:
         """Begins the reports of a new epoch, and withdraws those of the previous one."""
         self._link.take_back("waiting", "running", "lost_peers", "ended", *(("lost", rank) for rank in self._lost))
         self._epoch, self._ended = epoch, False
-        self._ranks, self._lost, self._lost_peers = {}, set(), []
+        self._ranks, self._lost, self._lost_peers = {}, set(), ()
 
     def running(self, ranks: Mapping[int, tuple[int, int]]) -> None:
         """Reports the running ranks. Args: ranks: local rank -> (global rank, process id)."""
         found = {str(local): list(one) for local, one in ranks.items()}
         if found != self._ranks:
             self._ranks = found
-            self._link.stand("running", {"kind": "running", "epoch": self._epoch, "ranks": found})
+            self._link.stand("running", Running(epoch=self._epoch, ranks=found))
 
     def lost(self, rank: int, code: int, *, reason: str = "", preempted: bool = False) -> None:
         """Reports a failed rank. Args: code: its exit code, or minus the signal that ended it."""
-        how = {"signal": -code} if code < 0 else {"exit_code": code}
-        message = {"kind": "lost", "epoch": self._epoch, "rank": rank, **how, "reason": reason, "preempted": preempted}
+        message = Lost(
+            epoch=self._epoch,
+            rank=rank,
+            exit_code=code if code >= 0 else None,
+            signal=-code if code < 0 else None,
+            reason=reason,
+            preempted=preempted,
+        )
         self._lost.add(rank)
         self._link.stand(("lost", rank), message)
 
     def lost_peers(self, ranks: Iterable[int]) -> None:
         """Reports the ranks that wait because a peer is gone, while no rank of this host has failed; empty withdraws
         it."""
-        found = sorted(ranks)
+        found = tuple(sorted(ranks))
         if found == self._lost_peers:
             return
         self._lost_peers = found
         if found:
-            self._link.stand("lost_peers", {"kind": "lost_peers", "epoch": self._epoch, "ranks": found})
+            self._link.stand("lost_peers", LostPeers(epoch=self._epoch, ranks=found))
         else:
             self._link.take_back("lost_peers")
 
     def ended(self, *, preempted: bool) -> None:
         self._ended = True
         self._link.take_back("running", "lost_peers")
-        self._link.stand("ended", {"kind": "ended", "epoch": self._epoch, "preempted": preempted})
+        self._link.stand("ended", Ended(epoch=self._epoch, preempted=preempted))
 
     def pages(self, seen: Mapping[int, Seen], *, now_s: float) -> None:
         """Reports the progress of the ranks. A process kept from the previous epoch still shows that epoch's page until
         it begins this one; until then zeros are reported for it.
         """
         ranks = [_page_of(rank, one, attempt=self._epoch - 1, now_s=now_s) for rank, one in sorted(seen.items())]
-        self._link.tell({"kind": "pages", "epoch": self._epoch, "ranks": ranks})
+        self._link.tell(Pages(epoch=self._epoch, ranks=tuple(ranks)))
 
     def saved(self, *, problem: str = "") -> None:
         """Answers a request for a save. Args: problem: why it failed; "": every rank knows that the save is
         committed."""
-        self._link.tell({"kind": "saved", "epoch": self._epoch, "problem": problem})
+        self._link.tell(Saved(epoch=self._epoch, problem=problem))
 
 
-def _page_of(rank: int, seen: Seen, *, attempt: int, now_s: float) -> dict[str, Any]:
-    page = seen.page
+def _page_of(rank: int, seen: Seen, *, attempt: int, now_s: float) -> RankReport:
+    page, stopped_s = seen.page, round(seen.stopped_s, 3)
     if page is None or page.attempt != min(attempt, MOST_ATTEMPT):
-        said: dict[str, Any] = {"beats": 0, "step": -1, "phase": "", "watched": False, "quiet_s": 0.0, "longest_s": 0.0}
-        said.update(saved=-1, own_s=0.0, own_steps=0)
-    else:
-        said = {
-            "beats": page.beats,
-            "step": page.step,
-            "phase": str(page.phase),
-            "watched": page.watched,
-            "quiet_s": round(max(0.0, now_s - page.last_s), 3) if page.last_s else 0.0,
-            "longest_s": round(page.longest_s, 6),
-            "saved": seen.saved,
-            "own_s": round(seen.own_s, 6),
-            "own_steps": seen.own_steps,
-        }
-    return {"rank": rank, **said, "stopped_s": round(seen.stopped_s, 3)}
+        return RankReport(rank=rank, stopped_s=stopped_s)
+    return RankReport(
+        rank=rank,
+        beats=page.beats,
+        step=page.step,
+        phase=str(page.phase),
+        watched=page.watched,
+        quiet_s=round(max(0.0, now_s - page.last_s), 3) if page.last_s else 0.0,
+        longest_s=round(page.longest_s, 6),
+        stopped_s=stopped_s,
+        saved=seen.saved,
+        own_s=round(seen.own_s, 6),
+        own_steps=seen.own_steps,
+    )

@@ -7,10 +7,10 @@ import os
 import random
 import socket
 import time
-from collections.abc import Hashable, Mapping
-from typing import Any
+from collections.abc import Hashable
 
 from resiliency.runtime.channel import receive, send
+from resiliency.runtime.messages.launcher import FromLauncher, FromMonitor, kind_of, of_monitor, pack
 from resiliency.runtime.peer_credentials import pid_and_user
 
 __all__ = ["MonitorLink"]
@@ -33,7 +33,7 @@ class MonitorLink:
     def __init__(self, name: str) -> None:
         self.name = name
         self._socket: socket.socket | None = None
-        self._standing: dict[Hashable, Mapping[str, Any]] = {}
+        self._standing: dict[Hashable, FromLauncher] = {}
         #: True when a standing message has not been sent on this connection.
         self._owes = False
         self._pause_s, self._retry_at_s = _FIRST_PAUSE_S, 0.0
@@ -55,7 +55,7 @@ class MonitorLink:
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
-    def stand(self, key: Hashable, message: Mapping[str, Any]) -> None:
+    def stand(self, key: Hashable, message: FromLauncher) -> None:
         """Sends a message that stays true until it is taken back. It replaces the standing message of the same key."""
         self._standing.pop(key, None)
         self._standing[key] = message
@@ -70,7 +70,7 @@ class MonitorLink:
     def take_back_all(self) -> None:
         self._standing.clear()
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def tell(self, message: FromLauncher) -> None:
         """Sends a message once; it is dropped without a connection, or while standing messages are still unsent."""
         if self._socket is not None and not self._owes:
             self._send(message)
@@ -85,27 +85,27 @@ class MonitorLink:
     def _say_again_later(self) -> None:
         self._owes, self._retry_at_s = True, time.monotonic() + _FIRST_PAUSE_S
 
-    def _send(self, message: Mapping[str, Any]) -> bool:
+    def _send(self, message: FromLauncher) -> bool:
         if self._socket is None:
             return False
         try:
-            send(self._socket, message)
+            send(self._socket, pack(message))
             return True
         except BlockingIOError:  # the monitor does not read
             return False
         except OSError as error:
-            self._lose(f"it cannot be told {message['kind']} ({error})")
+            self._lose(f"it cannot be told {kind_of(message)} ({error})")
             return False
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
-    def serve(self) -> list[dict[str, Any]]:
+    def serve(self) -> list[FromMonitor]:
         """Connects if needed, and returns the messages received since the last call, in order. Blocks: no."""
         if self._socket is None and time.monotonic() >= self._retry_at_s:
             self._connect()
         if self._owes and time.monotonic() >= self._retry_at_s:
             self._say_all()
-        heard: list[dict[str, Any]] = []
+        heard: list[FromMonitor] = []
         while self._socket is not None:
             try:
                 message = self._hear(self._socket)
@@ -115,7 +115,7 @@ class MonitorLink:
                 heard.append(message)
         return heard
 
-    def _hear(self, connection: socket.socket) -> dict[str, Any] | None:
+    def _hear(self, connection: socket.socket) -> FromMonitor | None:
         """The next message; None for one that is not understood, and when the connection ends."""
         try:
             received = receive(connection)
@@ -130,11 +130,13 @@ class MonitorLink:
         if received is None:
             self._lose("it has closed the connection")
             return None
-        message, fds = received
+        fields, fds = received
         for fd in fds:  # the monitor sends none that are wanted
             os.close(fd)
-        if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
-            self._refuse(f"{str(message)[:80]!r} has no kind")
+        try:
+            message = of_monitor(fields)
+        except ValueError as error:
+            self._refuse(f"{error}: {str(fields)[:80]!r}")
             return None
         self._pause_s, self._why = _FIRST_PAUSE_S, ""
         return message

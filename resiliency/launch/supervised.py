@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping
-from typing import Any
 
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -24,7 +22,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
 from resiliency.launch.attempt_stores import AttemptStores
 from resiliency.launch.monitor_link import MonitorLink
-from resiliency.launch.places import Orders, Place, Wish
+from resiliency.launch.orders import Orders, Wish
+from resiliency.runtime.messages.launcher import Completed, FromMonitor, Master, NoPlace, Save, Stacks
+from resiliency.runtime.messages.places import Place, store_address
 from resiliency.runtime.processes import wait_for_any
 
 __all__ = ["BACKEND", "SupervisedRendezvous", "register"]
@@ -88,7 +88,7 @@ class SupervisedRendezvous(RendezvousHandler):
             address, port = self._address(), self._store[1].port
         else:
             store = HashStore()  # torch requires a store here; ranks get the address of the real one
-            address, port = place.address()
+            address, port = store_address(place.master)
         bootstrap = RendezvousStoreInfo(master_addr=address, master_port=port)
         return RendezvousInfo(store, place.node_rank, place.nodes, bootstrap)
 
@@ -127,38 +127,23 @@ class SupervisedRendezvous(RendezvousHandler):
     def serve(self) -> None:
         """Handles the monitor's messages. Blocks: no, except for the milliseconds in which a store is made."""
         for message in self.link.serve():
-            try:
-                self._understand(message)
-            except ValueError as error:
-                logger.warning(
-                    "the host monitor at %r said %r, which is not understood: %s",
-                    self.link.name,
-                    message["kind"],
-                    error,
-                )
+            self._follow(message)
         place = self.orders.place
         if place is not None and self.orders.is_to_start and place.node_rank == 0:
             self._make_store(place)
 
-    def _understand(self, message: Mapping[str, Any]) -> None:
-        kind = message["kind"]
-        if kind == "place":
-            place = Place.of(message)
-            if not self.orders.give(place):
-                logger.info("a place of epoch %d is older than the present one, and is ignored", place.epoch)
-        elif kind == "no_place":
+    def _follow(self, message: FromMonitor) -> None:
+        if isinstance(message, Place):
+            if not self.orders.give(message):
+                logger.info("a place of epoch %d is older than the present one, and is ignored", message.epoch)
+        elif isinstance(message, NoPlace):
             self.orders.withdraw()
-        elif kind == "completed":
+        elif isinstance(message, Completed):
             self.orders.complete()
-        elif kind == "stacks":
+        elif isinstance(message, Stacks):
             self.asks_for_stacks = True
-        elif kind == "save":
-            step = message.get("step")
-            if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-                raise ValueError(f"step={step!r}")
-            self.save_after = step
-        else:
-            raise ValueError("no such kind")
+        elif isinstance(message, Save):
+            self.save_after = message.step
 
     def _make_store(self, place: Place) -> None:
         """Makes and reports the epoch's store at once, while ranks of the previous epoch still leave: other hosts wait
@@ -169,7 +154,7 @@ class SupervisedRendezvous(RendezvousHandler):
         address = self._address()
         address = f"[{address}]" if ":" in address else address
         where = f"{address}:{self._store[1].port}"
-        self.link.stand("master", {"kind": "master", "epoch": place.epoch, "address": where})
+        self.link.stand("master", Master(epoch=place.epoch, address=where))
 
     def _address(self) -> str:
         if self._local_addr is None:

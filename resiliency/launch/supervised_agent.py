@@ -29,12 +29,13 @@ from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 from resiliency.events import EventKind
 from resiliency.launch.elastic import StandbyAgent, StandbyOptions, reason_of
 from resiliency.launch.host_reports import HostReports
-from resiliency.launch.places import Place, Wish
+from resiliency.launch.orders import Wish
 from resiliency.launch.rank_handlers import kill_group
 from resiliency.launch.rank_sights import STACKS_S, RankSights, ask_for_stacks
 from resiliency.launch.supervised import SupervisedRendezvous
 from resiliency.runtime.exit_codes import PREEMPTED
 from resiliency.runtime.messages.launcher import REPORT_S
+from resiliency.runtime.messages.places import Place
 from resiliency.runtime.processes import pidfds_of, reap_others, wait_for_any
 from resiliency.settings import (
     ATTEMPT_VARIABLE,

@@ -16,7 +16,7 @@ import logging
 import secrets
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from resiliency.monitor.asks import Asks, NotYet
@@ -40,14 +40,19 @@ from resiliency.monitor.watchdogs.ecc import ecc_finding
 from resiliency.monitor.watchdogs.registry import Watchdogs
 from resiliency.monitor.watchdogs.xid import xid_finding
 from resiliency.runtime.messages.launcher import (
+    Completed,
     Control,
+    Controlled,
     Ended,
     FromLauncher,
+    FromMonitor,
     Lost,
     LostPeers,
     Master,
+    NoPlace,
     Pages,
     Running,
+    Save,
     Saved,
     Waiting,
 )
@@ -145,7 +150,7 @@ class HostMonitor:
         #: Since when the launcher has been stopped while it has a place to take; monotonic seconds.
         self._stopped_since_s: float | None = None
         #: The last message that was sent on the launcher's present connection.
-        self._told: Mapping[str, object] | None = None
+        self._told: FromMonitor | None = None
         self._is_resetting = False
         #: The connection is new, and lasting faults were not reported on it yet.
         self._says_faults = False
@@ -395,7 +400,7 @@ class HostMonitor:
             await launcher.end(self._settings.grace_s)
             self._changed.set()
             return
-        self._tell({"kind": "completed"})
+        self._tell(Completed())
 
     def _withdraw(self, launcher: LauncherProcess) -> None:
         for given in list(self._state.given.values()):
@@ -405,7 +410,7 @@ class HostMonitor:
         if self._seen.epoch:
             self._see_anew(_Seen())
             self._connection.say_soon()
-        self._tell({"kind": "no_place"})
+        self._tell(NoPlace())
 
     async def _place(self, launcher: LauncherProcess, place: Place) -> None:
         given = self._state.given.get(place.workload)
@@ -434,20 +439,8 @@ class HostMonitor:
         elif given.launcher != launcher.identity or given.withdrawn:
             self._notice_lost_epoch()
             return
-        assert self._want is not None
-        self._tell(
-            {
-                "kind": "place",
-                "epoch": place.epoch,
-                "node_rank": place.node_rank,
-                "nodes": place.nodes,
-                "master": self._want.master or (self._seen.master if place.node_rank == 0 else ""),
-                "workload": place.workload,
-                "replicas": place.replicas,
-                "replicas_before": place.replicas_before,
-                "replace": list(place.replace),
-            }
-        )
+        own = self._seen.master if place.node_rank == 0 else ""
+        self._tell(replace(place, master=place.master or own))
         await self._end_if_stopped(launcher)
 
     async def _end_if_stopped(self, launcher: LauncherProcess) -> None:
@@ -473,7 +466,7 @@ class HostMonitor:
         due_s = time.monotonic() + after_s
         self._retry_at_s = due_s if self._retry_at_s is None else min(self._retry_at_s, due_s)
 
-    def _tell(self, message: Mapping[str, object]) -> None:
+    def _tell(self, message: FromMonitor) -> None:
         """Sends a message once on each connection of the launcher; schedules it again when the launcher does not
         read."""
         if not self._link.is_connected or message == self._told:
@@ -750,7 +743,7 @@ class HostMonitor:
         if not self._seen.running:
             return "no ranks run on this host"
         self._saving = asyncio.get_running_loop().create_future()
-        if not self._link.tell({"kind": "save", "step": ask.step}):
+        if not self._link.tell(Save(step=ask.step)):
             return "the launcher cannot be told"
         try:
             return await asyncio.wait_for(self._saving, within_s)
@@ -787,19 +780,19 @@ class HostMonitor:
 
     # -- faults on purpose --------------------------------------------------------------------------------------------
 
-    def _controlled(self, message: Control) -> dict[str, object]:
-        answer: dict[str, object] = {"host": self._settings.host, "problem": ""}
+    def _controlled(self, message: Control) -> Controlled:
+        problem, ranks = "", {}
         if message.action == "ranks":
-            answer["ranks"] = {str(rank): pid for rank, pid in self._seen.running.items()}
+            ranks = {str(rank): pid for rank, pid in self._seen.running.items()}
         elif message.action == "partition" and 0 < message.seconds <= _LONGEST_PARTITION_S:
-            answer["problem"] = self._cut_off(message.seconds)
+            problem = self._cut_off(message.seconds)
         elif message.action == "xid" and 0 < message.code < _MOST_XIDS and message.device:
             self._watchdogs.put_in(xid_finding(message.device[:_LONGEST_DEVICE], message.code, _ON_PURPOSE))
         elif message.action == "ecc" and message.count > 0 and message.device:
             self._watchdogs.put_in(ecc_finding(message.device[:_LONGEST_DEVICE], message.count, _ON_PURPOSE))
         else:
-            answer["problem"] = f"{message.action!r} for {message.seconds:g} s is no fault of a monitor"
-        return answer
+            problem = f"{message.action!r} for {message.seconds:g} s is no fault of a monitor"
+        return Controlled(host=self._settings.host, problem=problem, ranks=ranks)
 
     def _cut_off(self, seconds: float) -> Problem:
         """Cuts this host off from the supervisor, and, where the host has a network of its own, from all other

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import errno
+import fcntl
+import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from resiliency.errors import AgentError, ConfigError
 from resiliency.runtime.channel import send
-from resiliency.runtime.messages.launcher import Control, FromLauncher, read_message
+from resiliency.runtime.messages.launcher import (
+    Control,
+    Controlled,
+    FromLauncher,
+    FromMonitor,
+    kind_of,
+    of_launcher,
+    pack,
+)
 from resiliency.runtime.peer_credentials import pid_and_user
 
-__all__ = ["LauncherLink"]
+__all__ = ["MOST_BYTES", "LauncherLink", "read_message"]
 
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 16
+#: Longest message. The pages of 4,096 ranks on one host take less.
+MOST_BYTES = 1024 * 1024
+#: A number that Linux defines and Python does not. Only files of memfd_create have seals.
+_F_GET_SEALS = 1034
 #: Most other connections at a time; each carries one control message and is closed.
 _MOST_CONNECTIONS = 32
 
@@ -42,7 +56,7 @@ class LauncherLink:
         launcher_pid: Callable[[], int | None],
         heard: Callable[[FromLauncher], None],
         connected: Callable[[bool], None],
-        control: Callable[[Control], Mapping[str, Any]],
+        control: Callable[[Control], Controlled],
     ) -> None:
         self.name = name
         self._launcher_pid, self._heard, self._connected, self._control = launcher_pid, heard, connected, control
@@ -132,7 +146,7 @@ class LauncherLink:
         try:
             message = read_message(connection)
             if isinstance(message, Control):
-                send(connection, {"kind": "controlled", **self._control(message)})
+                send(connection, pack(self._control(message)))
             elif message is not None:
                 logger.warning("process %d says it is a launcher, and is not the one of this monitor; refused", pid)
         except BlockingIOError:
@@ -143,15 +157,15 @@ class LauncherLink:
         asyncio.get_running_loop().remove_reader(connection)
         connection.close()
 
-    def tell(self, message: Mapping[str, Any]) -> bool:
+    def tell(self, message: FromMonitor) -> bool:
         """Sends a message to the launcher. Returns False when it is not connected or does not read; then the message
         must be sent again later."""
         if self._launcher is None:
             return False
         try:
-            send(self._launcher, message)
+            send(self._launcher, pack(message))
         except OSError as error:  # BlockingIOError: a signal has stopped the launcher
-            logger.debug("the launcher was not told %s: %s", message.get("kind"), error)
+            logger.debug("the launcher was not told %s: %s", kind_of(message), error)
             return False
         return True
 
@@ -179,3 +193,53 @@ class LauncherLink:
         self._others.clear()
         self._listener = None
         self._drop_launcher()  # last, because the launcher connects again at once
+
+
+def read_message(end: socket.socket) -> FromLauncher | Control | None:
+    """Reads the next message of a socket that is readable; None when the other end was closed. Blocks: no.
+
+    Unlike :func:`~resiliency.runtime.channel.receive` it trusts nobody: it reads no file that might block, closes what
+    comes with a message, and limits its size.
+
+    Raises:
+        AgentError: it is not a valid message; the error says why.
+        OSError: the connection broke.
+    """
+    data, fds = _received(end)
+    try:
+        if not data:
+            return None
+        if not fds:
+            raise AgentError("a message without its text")
+        return _parsed(_text(fds[0]))
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _received(end: socket.socket) -> tuple[bytes, list[int]]:
+    """Receives one packet, and all descriptors that came with it, so that they can be closed."""
+    fds = array.array("i")
+    data, ancillary, _, _ = end.recvmsg(1, socket.CMSG_SPACE(64 * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, part in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(part[: len(part) - len(part) % fds.itemsize])
+    return data, list(fds)
+
+
+def _text(fd: int) -> bytes:
+    try:
+        fcntl.fcntl(fd, _F_GET_SEALS)  # fails for every other kind of file, from which a read might block
+    except OSError:
+        raise AgentError("a message whose text is not in memory") from None
+    size = os.fstat(fd).st_size
+    if size > MOST_BYTES:
+        raise AgentError(f"a message of {size} bytes; {MOST_BYTES} are the most")
+    return os.pread(fd, size, 0)
+
+
+def _parsed(text: bytes) -> FromLauncher | Control:
+    try:
+        return of_launcher(json.loads(text))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise AgentError(f"not a message of the channel ({type(error).__name__}: {error}): {text[:80]!r}") from error

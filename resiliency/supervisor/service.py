@@ -11,12 +11,11 @@ import asyncio
 import contextlib
 import logging
 import random
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from resiliency.events import EventKind
@@ -33,6 +32,7 @@ from resiliency.runtime.messages.monitor import (
     pack,
 )
 from resiliency.runtime.messages.observations import Observation, ObservationKind
+from resiliency.runtime.messages.places import store_address
 from resiliency.runtime.tasks import end_tasks
 from resiliency.supervisor.actuator import Actuator
 from resiliency.supervisor.clusters.base import Cluster
@@ -71,7 +71,6 @@ _MOST_TEXT = 2000
 _MOST_STEP = 1 << 53
 #: When no look took place for this many seconds, or a transaction takes longer, deadlines of steps are moved.
 _AWAY_S = 1.0
-_ADDRESS = re.compile(r"[A-Za-z0-9._:\[\]-]{3,300}")
 #: Kinds of observations that a monitor may send.
 _SEEN_BY_MONITORS = frozenset(
     {
@@ -483,10 +482,11 @@ class Service:
     def _desired(self, host: str) -> str:
         """What is wanted of a host, as text."""
         placed = self.decided.place(host)
-        master = ""
+        place = None
         if placed is not None:
-            epoch, address = self._masters.get(placed[0].name, (0, ""))
-            master = address if epoch == placed[0].epoch else ""
+            workload, node_rank = placed
+            epoch, address = self._masters.get(workload.name, (0, ""))
+            place = replace(workload.place_at(node_rank), master=address if epoch == workload.epoch else "")
         asks = [ask for ask in self._asks.get(host, ()) if host not in self._answers.get((ask.plan, ask.at), {})]
         check = self._checks.get(host)
         if check is not None:
@@ -494,8 +494,7 @@ class Service:
         return pack(
             Desired(
                 term=self.term,
-                place=None if placed is None else placed[0].place_at(placed[1]),
-                master=master,
+                place=place,
                 asks=tuple(asks),
                 completed=self._all_is_done(),
             )
@@ -614,7 +613,7 @@ class Service:
         self.controller.reported(
             host, workload.name, workload.epoch, now_s, step=step, age_s=age_s, counts_steps=counts, ended=ended
         )
-        if node_rank == 0 and report.master and _ADDRESS.fullmatch(report.master):
+        if node_rank == 0 and _is_address(report.master):
             if self._masters.get(workload.name) != (workload.epoch, report.master):
                 self._masters[workload.name] = workload.epoch, report.master
                 self._offer(workload.places)
@@ -870,3 +869,11 @@ def _bounded(one: Observation, host: str) -> Observation:
         device_class=one.device_class,
         detail=plain_line(one.detail),
     )
+
+
+def _is_address(text: str) -> bool:
+    try:
+        store_address(text)
+    except ValueError:
+        return False
+    return True

@@ -8,6 +8,8 @@ from resiliency.launch.hangs import Seen
 from resiliency.launch.host_reports import HostReports
 from resiliency.launch.monitor_link import MonitorLink
 from resiliency.runtime.heartbeat_page import Page, Phase
+from resiliency.runtime.messages.launcher import kind_of
+from resiliency.runtime.messages.monitor import RankReport
 
 
 class _Link(MonitorLink):
@@ -22,7 +24,7 @@ class _Link(MonitorLink):
 
     @property
     def standing(self) -> list[str]:
-        return [str(message["kind"]) for message in self._standing.values()]
+        return [kind_of(message) for message in self._standing.values()]
 
 
 def _page(attempt: int) -> Page:
@@ -38,23 +40,20 @@ def test_a_page_of_the_epoch_before_says_nothing_about_this_one() -> None:
         for rank, attempt in ((4, 1), (5, 2))
     }
     reports.pages({**seen, 6: Seen(page=None, quiet_s=0.0, stopped_s=1.5)}, now_s=100.0)
-    old, new, none = link.told[0]["ranks"]
-    assert (old["rank"], old["beats"], old["step"], old["watched"], old["phase"]) == (4, 0, -1, False, "")
-    assert (old["own_s"], old["own_steps"]) == (0.0, 0)
-    assert new == {
-        "rank": 5,
-        "beats": 7,
-        "step": 40,
-        "phase": "training",
-        "watched": True,
-        "quiet_s": 2.0,
-        "longest_s": 0.5,
-        "saved": -1,
-        "own_s": 1.5,
-        "own_steps": 6,
-        "stopped_s": 0.0,
-    }
-    assert (none["beats"], none["stopped_s"]) == (0, 1.5)
+    old, new, none = link.told[0].ranks
+    assert old == RankReport(rank=4)
+    assert new == RankReport(
+        rank=5,
+        beats=7,
+        step=40,
+        phase="training",
+        watched=True,
+        quiet_s=2.0,
+        longest_s=0.5,
+        own_s=1.5,
+        own_steps=6,
+    )
+    assert none == RankReport(rank=6, stopped_s=1.5)
 
 
 def test_what_stands_is_what_is_true_now() -> None:

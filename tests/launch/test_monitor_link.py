@@ -15,6 +15,7 @@ import pytest
 
 from resiliency.launch.monitor_link import MonitorLink
 from resiliency.runtime.channel import receive, send
+from resiliency.runtime.messages.launcher import Lost, Pages, Saved, Stacks, Waiting, of_launcher
 
 
 @pytest.fixture
@@ -49,31 +50,31 @@ def _heard(connection: socket.socket) -> list[Any]:
     found = []
     try:
         while (received := receive(connection)) is not None:
-            found.append(received[0])
+            found.append(of_launcher(received[0]))
     except BlockingIOError:
         pass
     return found
 
 
 def test_what_stands_is_said_again_and_what_was_told_is_not(link: MonitorLink, name: str) -> None:
-    link.stand("a", {"kind": "a", "number": 1})
-    link.stand("b", {"kind": "b"})
-    link.tell({"kind": "lost", "to": "nobody"})
+    link.stand("a", Waiting(epoch=1))
+    link.stand("b", Lost(epoch=1, rank=2))
+    link.tell(Saved(problem="to nobody"))
     for _ in range(2):
         with _listen(name) as listener:
             _serve_until_connected(link)
             with listener.accept()[0] as connection:
-                link.stand("a", {"kind": "a", "number": 2})
-                link.tell({"kind": "told"})
+                link.stand("a", Waiting(epoch=2))
+                link.tell(Saved())
                 said = _heard(connection)
-        assert {"kind": "b"} in said and said[-2:] == [{"kind": "a", "number": 2}, {"kind": "told"}]
+        assert Lost(epoch=1, rank=2) in said and said[-2:] == [Waiting(epoch=2), Saved()]
         link.serve()
         assert not link.is_connected
     link.take_back("b")
     with _listen(name) as listener:
         _serve_until_connected(link)
         with listener.accept()[0] as connection:
-            assert _heard(connection) == [{"kind": "a", "number": 2}]
+            assert _heard(connection) == [Waiting(epoch=2)]
 
 
 def test_a_monitor_that_does_not_read_blocks_nothing_and_misses_nothing_that_stands(
@@ -82,18 +83,18 @@ def test_a_monitor_that_does_not_read_blocks_nothing_and_misses_nothing_that_sta
     with _listen(name) as listener:
         _serve_until_connected(link)
         with listener.accept()[0] as connection:
-            for number in range(5000):  # more than a socket holds
-                link.tell({"kind": "pages", "number": number})
-            link.stand("lost", {"kind": "lost"})
+            for epoch in range(5000):  # more than a socket holds
+                link.tell(Pages(epoch=epoch))
+            link.stand("lost", Lost(epoch=1, rank=0))
             assert link.is_connected
             before = _heard(connection)
-            assert len(before) < 5000 and {"kind": "lost"} not in before
+            assert len(before) < 5000 and Lost(epoch=1, rank=0) not in before
             deadline = time.monotonic() + 10
             while not (said := _heard(connection)):
                 assert time.monotonic() < deadline
                 time.sleep(link.seconds_to_look(1.0))
                 link.serve()
-            assert said == [{"kind": "lost"}]
+            assert said == [Lost(epoch=1, rank=0)]
 
 
 def test_tries_to_connect_come_less_and_less_often_and_are_said_once(
@@ -115,7 +116,7 @@ def test_descriptors_that_come_with_a_message_are_closed(link: MonitorLink, name
         with listener.accept()[0] as connection:
             before = set(os.listdir("/proc/self/fd"))
             for _ in range(3):
-                send(connection, {"kind": "place"}, [0, 1])
+                send(connection, {"kind": "stacks"}, [0, 1])
                 socket.send_fds(connection, [b"m"], [connection.fileno(), 0])  # a text that cannot be read
-            assert [one["kind"] for one in link.serve()] == ["place"] * 3
+            assert link.serve() == [Stacks()] * 3
             assert set(os.listdir("/proc/self/fd")) <= before

@@ -332,7 +332,7 @@ def test_what_is_not_understood_is_refused_and_ends_nothing(cluster: Cluster) ->
         time.sleep(0.02)
     text = cluster.jobs[host].text
     assert text.count("is not understood") == 9, text
-    assert "node_rank=None is no whole number" in text
+    assert "Place lacks the field 'workload'" in text
     cluster.supervisor.place(host)
     assert cluster.there(2, 0)["pid"] == pid
     cluster.finish(host)

@@ -16,6 +16,7 @@ import pytest
 from resiliency.errors import ConfigError
 from resiliency.monitor.connection import ConnectionSettings
 from resiliency.monitor.outbox import Outbox
+from resiliency.runtime.messages.launcher import Control
 from resiliency.runtime.messages.monitor import (
     MAX_MESSAGE_BYTES,
     Ask,
@@ -156,7 +157,7 @@ def test_a_partition_that_is_put_in_ends_by_itself(tmp_path: Path) -> None:
         assert len(host.supervisor.heard) - heard <= 1 and host.supervisor.connections == before
         await host.supervisor.until(lambda: host.supervisor.connections > before)
         with pytest.raises(Exception, match="no fault of a monitor"):
-            await asyncio.to_thread(target.ask, {"kind": "control", "action": "explode"})
+            await asyncio.to_thread(target.ask, Control(action="explode"))
 
     on_host(tmp_path, scenario)
 

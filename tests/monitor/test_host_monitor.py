@@ -33,7 +33,7 @@ def test_a_place_reaches_the_launcher_and_its_master_the_supervisor(tmp_path: Pa
         assert (told["workload"], told["replicas"], told["replicas_before"]) == ("job", 2, 3)
         report = await host.supervisor.report(lambda one: one.master)
         assert (report.workload, report.epoch, report.master) == ("job", 1, "127.0.0.1:29500")
-        await host.supervisor.want(place=place(1), master="127.0.0.1:29500")
+        await host.supervisor.want(place=place(1, master="127.0.0.1:29500"))
         assert (await host.launchers.next("told", kind="place"))["message"]["master"] == "127.0.0.1:29500"
 
     on_host(tmp_path, scenario)
@@ -207,7 +207,7 @@ def test_a_fresh_place_gets_a_new_launcher_once(tmp_path: Path) -> None:
         first = (await host.with_place(1))["pid"]
         second = (await host.with_place(2, fresh=True))["pid"]
         assert second != first
-        await host.supervisor.want(place=place(2, fresh=True), master="127.0.0.1:1")
+        await host.supervisor.want(place=place(2, fresh=True, master="127.0.0.1:1"))
         told = await host.launchers.next("told", kind="place")
         assert told["pid"] == second and host.launchers.started == [first, second]
         assert not lost(host), "ranks that were to end are no news"

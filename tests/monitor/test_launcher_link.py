@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from resiliency.errors import AgentError
+from resiliency.monitor.launcher_link import MOST_BYTES, read_message
 from resiliency.monitor.state import StateFolder
 from resiliency.runtime.channel import send
-from resiliency.runtime.messages.launcher import MOST_BYTES, read_message
 from tests.monitor.monitored import Host, on_host
 
 

@@ -190,7 +190,7 @@ class FakeMonitor:
 
     async def report(self, **fields: Any) -> None:
         place = self.place
-        if place is not None and self.trains and self.desired is not None and self.desired.master:
+        if place is not None and self.trains and place.master:
             self.step += 1
         beats = max(0, self.step - self.began_at)
         first = 0 if place is None else place.node_rank * self.ranks

@@ -58,7 +58,7 @@ def test_two_monitors_get_places_and_the_address_of_the_first_and_train(tmp_path
             await until(lambda: is_running(supervisor))
             assert a.desired is not None and b.desired is not None
             assert (a.desired.place.node_rank, b.desired.place.node_rank) == (0, 1)
-            assert a.desired.place.nodes == 2 and b.desired.master == "10.0.0.1:20001"
+            assert a.desired.place.nodes == 2 and b.desired.place.master == "10.0.0.1:20001"
             assert a.asked == [] or {kind for _, _, kind in a.asked} == {StepKind.VERIFY}
             a.ended = b.ended = True
             await until(lambda: a.desired.completed and b.desired.completed)
@@ -208,7 +208,7 @@ def test_a_lost_rank_leads_to_one_new_epoch(tmp_path: Path) -> None:
             await a.send(unpack(pack(Observed(observations=(lost("a", epoch=1),)))))  # of the epoch before
             await asyncio.sleep(0.5)
             assert remedies(supervisor) == ["start", "restart_in_job"] and is_running(supervisor, 2)
-            assert b.desired is not None and b.desired.place.epoch == 2 and b.desired.master == "10.0.0.1:20002"
+            assert b.desired is not None and b.desired.place.epoch == 2 and b.desired.place.master == "10.0.0.1:20002"
             kinds = [event.kind for event in supervisor.store.events()]
             assert kinds.count("worker_lost") == 1 and kinds.count("restart_requested") == 1
 

@@ -1,43 +1,46 @@
-"""The messages that a launcher sends to the monitor of its host, checked field by field."""
+"""The messages between a launcher and the monitor of its host, checked field by field. Each is one JSON object.
+
+What the monitor wants is level-triggered, like all that a supervisor sends: receiving it twice, or late, changes
+nothing.
+"""
 
 from __future__ import annotations
 
-import array
-import fcntl
-import json
-import os
-import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from resiliency.errors import AgentError
 from resiliency.runtime.messages.monitor import RankReport
-from resiliency.runtime.typed_json import from_jsonable
+from resiliency.runtime.messages.places import Place, store_address
+from resiliency.runtime.typed_json import from_jsonable, to_jsonable
 
 __all__ = [
-    "MOST_BYTES",
     "REPORT_S",
+    "Completed",
     "Control",
+    "Controlled",
     "Ended",
     "FromLauncher",
+    "FromMonitor",
     "Lost",
     "LostPeers",
     "Master",
+    "NoPlace",
     "Pages",
     "Running",
+    "Save",
     "Saved",
+    "Stacks",
     "Waiting",
-    "read_message",
+    "kind_of",
+    "of_launcher",
+    "of_monitor",
+    "pack",
 ]
 
 #: Seconds between two progress reports of a launcher about its ranks; its monitor passes on the newest one.
 REPORT_S = 0.25
-#: Longest message. The pages of 4,096 ranks on one host take less.
-MOST_BYTES = 1024 * 1024
 _MOST_RANKS = 4096
-#: A number that Linux defines and Python does not. Only files of memfd_create have seals.
-_F_GET_SEALS = 1034
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,9 @@ class Master:
 
     epoch: int
     address: str
+
+    def __post_init__(self) -> None:
+        store_address(self.address)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,8 +151,45 @@ class Control:
     count: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Controlled:
+    """The monitor's answer to a :class:`Control`.
+
+    Attributes:
+        problem: why the fault was not put in; "": it was.
+        ranks: process id by global rank, where the ranks were asked for.
+    """
+
+    host: str
+    problem: str = ""
+    ranks: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoPlace:
+    """The monitor wants that the launcher has no ranks. The contrary is wanted with a :class:`Place`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completed:
+    """The monitor wants the launcher to end: the job is completed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacks:
+    """The monitor wants the ranks to write their stacks, once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """The monitor wants all ranks to save after this optimizer step, and an answer (:class:`Saved`)."""
+
+    step: int
+
+
 FromLauncher = Waiting | Master | Running | Lost | LostPeers | Pages | Ended | Saved
-_KINDS: dict[str, Any] = {
+FromMonitor = Place | NoPlace | Completed | Stacks | Save | Controlled
+_OF_LAUNCHER: dict[str, Any] = {
     "waiting": Waiting,
     "master": Master,
     "running": Running,
@@ -157,60 +200,55 @@ _KINDS: dict[str, Any] = {
     "saved": Saved,
     "control": Control,
 }
-assert set(_KINDS.values()) == {*get_args(FromLauncher), Control}
+_OF_MONITOR: dict[str, Any] = {
+    "place": Place,
+    "no_place": NoPlace,
+    "completed": Completed,
+    "stacks": Stacks,
+    "save": Save,
+    "controlled": Controlled,
+}
+_NAMES = {kind: name for kinds in (_OF_LAUNCHER, _OF_MONITOR) for name, kind in kinds.items()}
+assert _NAMES.keys() == {*get_args(FromLauncher), Control, *get_args(FromMonitor)}
 
 
-def read_message(end: socket.socket) -> FromLauncher | Control | None:
-    """Reads the next message of a socket that is readable; None when the other end was closed. Ignores unknown fields,
-    because the launcher may be newer. Blocks: no.
+def kind_of(message: FromLauncher | Control | FromMonitor) -> str:
+    """The name of the message's kind, as it is sent."""
+    return _NAMES[type(message)]
+
+
+def pack(message: FromLauncher | Control | FromMonitor) -> dict[str, Any]:
+    """A message as the object that is sent."""
+    return {"kind": kind_of(message), **to_jsonable(message)}
+
+
+def of_launcher(fields: Any) -> FromLauncher | Control:
+    """Checks a message to a monitor. Ignores unknown fields, because the other end may be newer.
 
     Raises:
-        AgentError: it is not a valid message; the error says why.
-        OSError: the connection broke.
+        ValueError: it is no such message; the error says why.
     """
-    data, fds = _received(end)
-    try:
-        if not data:
-            return None
-        if not fds:
-            raise AgentError("a message without its text")
-        return _parsed(_text(fds[0]))
-    finally:
-        for fd in fds:
-            os.close(fd)
-
-
-def _received(end: socket.socket) -> tuple[bytes, list[int]]:
-    """Receives one packet, and all descriptors that came with it, so that they can be closed."""
-    fds = array.array("i")
-    data, ancillary, _, _ = end.recvmsg(1, socket.CMSG_SPACE(64 * fds.itemsize), socket.MSG_CMSG_CLOEXEC)
-    for level, kind, part in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(part[: len(part) - len(part) % fds.itemsize])
-    return data, list(fds)
-
-
-def _text(fd: int) -> bytes:
-    try:
-        fcntl.fcntl(fd, _F_GET_SEALS)  # fails for every other kind of file, from which a read might block
-    except OSError:
-        raise AgentError("a message whose text is not in memory") from None
-    size = os.fstat(fd).st_size
-    if size > MOST_BYTES:
-        raise AgentError(f"a message of {size} bytes; {MOST_BYTES} are the most")
-    return os.pread(fd, size, 0)
-
-
-def _parsed(text: bytes) -> FromLauncher | Control:
-    try:
-        fields = json.loads(text)
-        kind = _KINDS[fields.pop("kind")]
-        known = {name: value for name, value in fields.items() if name in kind.__dataclass_fields__}
-        found: FromLauncher | Control = from_jsonable(kind, known)
-        if isinstance(found, Running):
-            found.pids()
-        if isinstance(found, (Running, Pages)) and len(found.ranks) > _MOST_RANKS:
-            raise ValueError(f"{len(found.ranks)} ranks of one host")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise AgentError(f"not a message of the channel ({type(error).__name__}: {error}): {text[:80]!r}") from error
+    found: FromLauncher | Control = _unpacked(fields, _OF_LAUNCHER)
+    if isinstance(found, Running):
+        found.pids()
+    if isinstance(found, (Running, Pages)) and len(found.ranks) > _MOST_RANKS:
+        raise ValueError(f"{len(found.ranks)} ranks of one host")
     return found
+
+
+def of_monitor(fields: Any) -> FromMonitor:
+    """Checks a message of a monitor, as :func:`of_launcher` does."""
+    found: FromMonitor = _unpacked(fields, _OF_MONITOR)
+    if isinstance(found, Save) and found.step < 0:
+        raise ValueError(f"step={found.step} is less than 0")
+    return found
+
+
+def _unpacked(fields: Any, kinds: Mapping[str, Any]) -> Any:
+    if not isinstance(fields, dict):
+        raise ValueError(f"not an object but {type(fields).__name__}")
+    name = fields.get("kind")
+    if not isinstance(name, str) or name not in kinds:
+        raise ValueError(f"kind={name!r:.80} is none of {', '.join(kinds)}")
+    kind = kinds[name]
+    return from_jsonable(kind, {name: value for name, value in fields.items() if name in kind.__dataclass_fields__})

@@ -41,7 +41,7 @@ __all__ = [
     "unpack",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 #: Plan number of an ask that belongs to no plan: the check of a host that joins. Plans are numbered from 1.
 NO_PLAN = 0
 #: The problem that a host reports when its monitor was told to end.
@@ -208,13 +208,11 @@ class Desired:
     Attributes:
         term: see :class:`Welcome`.
         place: None: the host has no ranks.
-        master: "address:port" of the store of the place's epoch; "": node rank 0 has not reported it yet.
         completed: all workloads have ended, and none of them can need this host: its launcher can end.
     """
 
     term: int
     place: Place | None = None
-    master: str = ""
     asks: tuple[Ask, ...] = ()
     completed: bool = False
 

@@ -24,6 +24,7 @@ from resiliency.monitor.state import StateFolder
 from resiliency.regular_file import open_regular
 from resiliency.runtime.channel import receive, send
 from resiliency.runtime.heartbeat_files import read_heartbeats
+from resiliency.runtime.messages.launcher import Control, Controlled, of_monitor, pack
 from resiliency.runtime.peer_credentials import pid_and_user
 from resiliency.storage.manifest import MANIFEST, META_DIR
 from resiliency.testing.hosts.namespaces import is_own_namespace, within
@@ -101,10 +102,10 @@ class Target:
             except OSError as error:
                 raise ConfigError(f"{self.heartbeats}: {error.strerror}") from error
             return {one.rank: one.pid for one in found if one.state in ("running", "stopped")}
-        answer = self.ask({"kind": "control", "action": "ranks"})
-        return {int(rank): int(pid) for rank, pid in answer.get("ranks", {}).items()}
+        answer = self.ask(Control(action="ranks"))
+        return {int(rank): int(pid) for rank, pid in answer.ranks.items()}
 
-    def ask(self, message: dict[str, object]) -> dict[str, dict[str, int]]:
+    def ask(self, message: Control) -> Controlled:
         """Sends a message to the monitor of this host, and returns its answer. Blocks: up to 5 s.
 
         Raises:
@@ -121,17 +122,19 @@ class Target:
                 _, user = pid_and_user(end)
                 if user != os.getuid():
                     raise ConfigError(f"the monitor of {self.state_dir} is of another user")
-                send(end, message)
+                send(end, pack(message))
                 received = receive(end)
             except OSError as error:
                 raise ConfigError(f"no monitor of host {self.host!r} and {self.state_dir} answers: {error}") from error
         if received is None:
             raise AgentError("the monitor does not do that; see its log")
-        answer, fds = received
+        fields, fds = received
         for fd in fds:
             os.close(fd)
-        if answer.get("problem"):
-            raise AgentError(str(answer["problem"]))
+        answer = of_monitor(fields)
+        assert isinstance(answer, Controlled)
+        if answer.problem:
+            raise AgentError(answer.problem)
         return answer
 
     def _socket(self, name: str) -> socket.socket:
@@ -260,8 +263,7 @@ class Injector:
             )
         what = f"XID {fault.code}" if fault.kind == "xid" else f"{fault.count} memory errors"
         if self._tell(f"{fault.kind}: the monitor of {target.host} finds {what} of device {fault.device}"):
-            numbers = {"code": fault.code} if fault.kind == "xid" else {"count": fault.count}
-            target.ask({"kind": "control", "action": fault.kind, "device": fault.device, **numbers})
+            target.ask(Control(action=fault.kind, device=fault.device, code=fault.code, count=fault.count))
 
     def _xid(self, fault: Fault) -> None:
         if not fault.source:
@@ -287,7 +289,7 @@ class Injector:
 
     def _partition(self, fault: Fault) -> None:
         if self._tell(f"partition: {self._target.host} is cut off for {fault.seconds:g} s"):
-            self._target.ask({"kind": "control", "action": "partition", "seconds": fault.seconds})
+            self._target.ask(Control(action="partition", seconds=fault.seconds))
 
     def _fill(self, fault: Fault) -> None:
         path = os.path.join(fault.folder, f".resiliency-inject-{os.getpid()}")
