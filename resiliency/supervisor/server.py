@@ -19,7 +19,7 @@ from resiliency.runtime.addresses import STANDS_BY, STANDS_BY_STATUS
 from resiliency.runtime.tasks import end_tasks
 from resiliency.supervisor.api import add_routes
 from resiliency.supervisor.auth import Authority, server_context
-from resiliency.supervisor.clusters.base import Cluster
+from resiliency.supervisor.clusters.registry import CLUSTERS
 from resiliency.supervisor.lease import SqliteLease
 from resiliency.supervisor.metrics import Metrics
 from resiliency.supervisor.model import Workload
@@ -63,7 +63,6 @@ class Supervisor:
         self,
         settings: SupervisorSettings,
         *,
-        cluster: Cluster | None = None,
         log: Callable[[HistoryEvent, int], None] = lambda event, epoch: None,
         listens: Callable[[str, int], None] = lambda host, port: None,
         until_ended: bool = False,
@@ -73,7 +72,7 @@ class Supervisor:
         #: All workloads, when :meth:`run` has returned because they have ended.
         self.ended: tuple[Workload, ...] | None = None
         self.settings = settings
-        self._cluster, self._log = cluster, log
+        self._cluster, self._log = CLUSTERS[settings.cluster](), log
         self.authority = Authority.of(settings)
         self._tls = server_context(settings.tls)
         load_policy(settings.policy)  # reports a wrong policy now and not only when this supervisor leads

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from resiliency.errors import ConfigError
 from resiliency.paths import absolute_path
+from resiliency.supervisor.clusters.registry import CLUSTERS
 from resiliency.supervisor.model import WorkloadSpec
 from resiliency.supervisor.sensor import SensorSettings
 
@@ -150,6 +151,7 @@ class SupervisorSettings(_Strict):
     Attributes:
         workloads: at least one.
         monitor_tokens: file of lines ``HOST-PATTERN TOKEN``.
+        cluster: backend that is told about hosts that are taken out, see :data:`~.clusters.registry.CLUSTERS`.
         shared_token: file with one token for all monitors.
         operator_token: file with the token of those who may look, drain and stop.
         events: folder for the event log; "": none is written.
@@ -171,6 +173,7 @@ class SupervisorSettings(_Strict):
     tls: TlsSettings | None = None
     policy: str = ""
     hook: HookSettings | None = None
+    cluster: str = "none"
     dry_run: bool = False
     events: str = ""
     most_plans: int = Field(default=12, ge=1)
@@ -187,6 +190,13 @@ class SupervisorSettings(_Strict):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"two workloads are named {twice[0]!r}; give each a name of its own")
+        return value
+
+    @field_validator("cluster")
+    @classmethod
+    def _one_that_is_known(cls, value: str) -> str:
+        if value not in CLUSTERS:
+            raise ValueError(f"no such backend; there are: {', '.join(CLUSTERS)}")
         return value
 
     @field_validator("listen")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from resiliency.runtime.messages.monitor import (
     unpack,
 )
 from resiliency.runtime.messages.observations import Observation, ObservationKind
+from resiliency.supervisor.clusters.registry import CLUSTERS
 from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.model import Host, HostState, Workload, WorkloadState
 from resiliency.supervisor.sensor import SensorSettings
@@ -63,6 +64,30 @@ def test_two_monitors_get_places_and_the_address_of_the_first_and_train(tmp_path
             a.ended = b.ended = True
             await until(lambda: a.desired.completed and b.desired.completed)
             assert a.desired.place is None
+
+    run(work)
+
+
+def test_the_cluster_that_the_settings_choose_is_told_of_a_host_that_is_swapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[list[str]] = []
+
+    class Cordons:
+        async def take_out(self, hosts: Sequence[str], reason: str) -> str:
+            told.append(list(hosts))
+            return ""
+
+    monkeypatch.setitem(CLUSTERS, "cordons", Cordons)
+
+    async def work() -> None:
+        made = settings(tmp_path, cluster="cordons")
+        async with leading(made) as supervisor, monitors(url_of(supervisor), "a", "b", "c") as hosts:
+            await until(lambda: is_running(supervisor))
+            lost = next(host for host in hosts if host.place is not None)
+            assert supervisor.service is not None and supervisor.service.drain(lost.name, "a test")
+            await until(lambda: is_running(supervisor, 2))
+            assert told == [[lost.name]]
 
     run(work)
 

@@ -146,3 +146,9 @@ def test_a_signal_is_named_as_people_do(tmp_path: Path) -> None:
         hook = HookSettings(signal=name)
         assert (hook.signal, hook.number, hook.command) == ("SIGUSR1", 10, [])
     assert HookSettings(command=["x"]).number == 0
+
+
+def test_a_cluster_is_chosen_by_its_name(tmp_path: Path) -> None:
+    assert read(tmp_path, replicas=1).cluster == "none"
+    with pytest.raises(ConfigError, match="cluster='swarm': no such backend; there are: none"):
+        read(tmp_path, replicas=1, cluster="swarm")
