@@ -26,6 +26,7 @@ __all__ = [
     "all_variables",
     "child_environment",
     "environment",
+    "kubernetes_service",
     "lightning_seed",
     "package_root",
     "replace_variables",
@@ -196,6 +197,12 @@ def environment(env: Mapping[str, str] | None = None) -> Environment:
         launch=_launch(source),
         faults=source.get("RESILIENCY_FAULTS", ""),
     )
+
+
+def kubernetes_service() -> str:
+    """``HOST:PORT`` of the API server as a pod of Kubernetes is told; "" in no pod."""
+    host, port = os.environ.get("KUBERNETES_SERVICE_HOST", ""), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
+    return f"{f'[{host}]' if ':' in host else host}:{port}" if host else ""
 
 
 def lightning_seed() -> int:

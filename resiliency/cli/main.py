@@ -21,6 +21,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "heartbeat": ("resiliency.cli.heartbeat", "show what the ranks of this host are doing, even when they hang"),
     "goodput": ("resiliency.cli.goodput", "say where the time of a run went"),
     "host-monitor": ("resiliency.cli.host_monitor", "run the launcher of this host as a supervisor orders"),
+    "pod": ("resiliency.cli.pod", "process 1 of a job's pod on Kubernetes: monitor, launcher and ranks"),
     "inject": ("resiliency.cli.inject", "put a fault into a job on this host, to test that it recovers"),
     "doctor": ("resiliency.cli.doctor", "check what would work on this host, and say what to do about the rest"),
 }

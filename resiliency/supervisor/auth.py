@@ -68,7 +68,7 @@ class Authority:
             if monitors or operator:
                 raise ConfigError("tokens and --insecure-no-authentication contradict each other; keep one of them")
             return cls((), "", insecure=True)
-        if not monitors and not by_certificate:
+        if not monitors and not by_certificate and settings.cluster == "none":
             raise ConfigError(
                 "nothing says which monitors are genuine: pass `monitor_tokens` (lines HOST-PATTERN TOKEN) or"
                 " `shared_token` (a file with one token), or `client_ca` in `tls`. To listen without any, pass"
@@ -107,6 +107,11 @@ class Authority:
             return True
         token = _bearer(header) or (_password(header) if to_look else "")
         return self._operator is not None and hmac.compare_digest(self._operator, _digest(token))
+
+    @staticmethod
+    def token_of(header: str) -> str:
+        """The bearer's token in an ``Authorization`` header; "" without one."""
+        return _bearer(header)
 
     @staticmethod
     def may_speak_for(patterns: Sequence[str], host: str) -> bool:

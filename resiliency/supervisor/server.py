@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from glob import escape as glob_escape
 from typing import Any
 
 from aiohttp import web
@@ -19,8 +20,10 @@ from resiliency.runtime.addresses import STANDS_BY, STANDS_BY_STATUS
 from resiliency.runtime.tasks import end_tasks
 from resiliency.supervisor.api import add_routes
 from resiliency.supervisor.auth import Authority, server_context
+from resiliency.supervisor.clusters.base import Cluster, ClusterUnavailable
+from resiliency.supervisor.clusters.none import NoCluster
 from resiliency.supervisor.clusters.registry import CLUSTERS
-from resiliency.supervisor.lease import SqliteLease
+from resiliency.supervisor.lease import Lease, SqliteLease
 from resiliency.supervisor.metrics import Metrics
 from resiliency.supervisor.model import Workload
 from resiliency.supervisor.monitor_socket import MonitorSocket
@@ -72,14 +75,15 @@ class Supervisor:
         #: All workloads, when :meth:`run` has returned because they have ended.
         self.ended: tuple[Workload, ...] | None = None
         self.settings = settings
-        self._cluster, self._log = CLUSTERS[settings.cluster](), log
+        self._cluster: Cluster = NoCluster()
+        self._log = log
         self.authority = Authority.of(settings)
         self._tls = server_context(settings.tls)
         load_policy(settings.policy)  # reports a wrong policy now and not only when this supervisor leads
         self.service: Service | None = None
         self.metrics = Metrics(lambda: self.service)
         self.store = SqliteStore(settings.state)
-        self.lease = SqliteLease(self.store, lease_s=settings.lease_s)
+        self.lease: Lease = SqliteLease(self.store, lease_s=settings.lease_s)
         self._stopping = asyncio.Event()
         self._rarely = SaidRarely(logger)
         #: Connections that have not sent a complete request yet, each with the timer that will cut it off.
@@ -103,6 +107,8 @@ class Supervisor:
         Raises:
             ConfigError: it cannot listen, or the stored state cannot be read.
         """
+        self._cluster, lease = CLUSTERS[self.settings.cluster](self.settings)
+        self.lease = lease or self.lease
         app = web.Application(middlewares=[self._prove], client_max_size=_MOST_BODY_BYTES)
         add_routes(app, self)
         app.router.add_get("/v1/monitor", self._monitor)
@@ -255,8 +261,21 @@ class Supervisor:
     async def _monitor(self, request: web.Request) -> web.StreamResponse:
         transport = request.transport
         certificate = None if transport is None else transport.get_extra_info("peercert")
-        patterns = self.authority.monitor_patterns(request.headers.get("Authorization", ""), certificate)
-        if not patterns:
+        header = request.headers.get("Authorization", "")
+        patterns = self.authority.monitor_patterns(header, certificate)
+        if (
+            not patterns
+            and self._cluster.vouches
+            and self.service is not None
+            and (token := Authority.token_of(header))
+        ):
+            try:
+                identity = await self._cluster.identify(token)
+            except ClusterUnavailable as error:
+                self._rarely.warning("review", f"a monitor at {request.remote} cannot be let in now: {error}")
+                return web.json_response({"error": "the cluster cannot be asked now"}, status=503, headers=_LAST)
+            patterns = [] if identity is None or identity.watches_node else [glob_escape(identity.host)]
+        if not patterns and self.service is not None:
             sender = str(request.remote)
             self._rarely.warning(sender, f"a monitor at {sender} has no token that is known here")
             return web.json_response({"error": "no token that is known here"}, status=401, headers=_LAST)
@@ -280,6 +299,7 @@ class Supervisor:
         if self._runner is not None:
             await self._runner.cleanup()
         await asyncio.to_thread(self.lease.release)
+        await self._cluster.close()
         self.store.close()
 
 

@@ -35,7 +35,7 @@ from resiliency.runtime.messages.observations import Observation, ObservationKin
 from resiliency.runtime.messages.places import store_address
 from resiliency.runtime.tasks import end_tasks
 from resiliency.supervisor.actuator import Actuator
-from resiliency.supervisor.clusters.base import Cluster
+from resiliency.supervisor.clusters.base import Cluster, HostFacts
 from resiliency.supervisor.clusters.none import NoCluster
 from resiliency.supervisor.controller import Changes, Controller, ControllerSettings
 from resiliency.supervisor.decided import ASKED, Decided
@@ -201,9 +201,14 @@ class Service:
         self._stragglers = StragglerWatch(
             factor=settings.straggler.straggler_factor, window_s=settings.straggler.straggler_window_s
         )
+        self._cluster = cluster or NoCluster()
+        #: What the cluster says about hosts, also about those that have not connected.
+        self._facts: dict[str, HostFacts] = {}
+        #: Hosts that are cordoned because the cluster wants them empty.
+        self._cordoned: set[str] = set()
         self._actuator = Actuator(
             hook=() if hook is None else tuple(hook.command),
-            cluster=cluster or NoCluster(),
+            cluster=self._cluster,
             ended=self._carried_out,
         )
         self._heard: dict[str, _Heard] = {}
@@ -223,6 +228,8 @@ class Service:
         #: Whether something was not sent or not started because the lease had run out.
         self._held_back = False
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="supervisor-store")
+        #: Apart from the store's: a lease that is slow to be renewed must not hold up what is written.
+        self._lease_executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="supervisor-lease")
         self._restore(now_s)
 
     def _restore(self, now_s: float) -> None:
@@ -273,7 +280,13 @@ class Service:
         Raises:
             LeadershipLost: another supervisor leads, and this one must send nothing more.
         """
-        works = (self._keep_lease(), self._keep_looking(), self._keep_storing(), self._stopped.wait())
+        works = (
+            self._keep_lease(),
+            self._keep_looking(),
+            self._keep_storing(),
+            self._cluster.run(self.cluster_says),
+            self._stopped.wait(),
+        )
         tasks = [asyncio.create_task(work) for work in works]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -291,6 +304,7 @@ class Service:
                 if heard.link is not None:
                     heard.link.close("the supervisor ends")
             self._executor.shutdown(wait=False)
+            self._lease_executor.shutdown(wait=False)
 
     def stop(self) -> None:
         self._stopped.set()
@@ -305,7 +319,7 @@ class Service:
         loop, problem = asyncio.get_running_loop(), ""
         while True:
             try:
-                await loop.run_in_executor(self._executor, self._lease.renew)
+                await loop.run_in_executor(self._lease_executor, self._lease.renew)
             except StateUnavailable as error:
                 if not problem:
                     logger.error("the lease cannot be renewed: %s; nothing is done once it has run out", error)
@@ -551,7 +565,11 @@ class Service:
                 )
             heard.link.close("replaced by a newer connection of its host")
         heard.link, heard.offered, heard.at_s, heard.has_reported = link, "", now_s, False
+        facts = self._facts.get(link.host)
+        block = facts.block if facts is not None and facts.block else block
         self._hear(link, now_s, address=plain_line(address), block=plain_line(block))
+        if facts is not None:
+            self._heed(facts)
         self._offer([link.host])
 
     def disconnect(self, link: Link) -> None:
@@ -706,6 +724,31 @@ class Service:
 
     def _observe(self, one: Observation) -> None:
         self.controller.observe(one, self._clock(), time.time())
+        self._due.set()
+
+    def cluster_says(self, facts: HostFacts) -> None:
+        """Handles what the cluster says about a host: that it is to be emptied, or is no more."""
+        if facts.is_gone:
+            self._facts.pop(facts.host, None)
+        else:
+            self._facts[facts.host] = facts
+        if self.sensor.host(facts.host) is not None:
+            self._heed(facts)
+
+    def _heed(self, facts: HostFacts) -> None:
+        host, now_s = facts.host, self._clock()
+        if facts.is_gone:
+            self._cordoned.discard(host)
+            detail = f"its pod was deleted (node {facts.node})"
+            self._observe(Observation(kind=ObservationKind.HOST_UNHEALTHY, host=host, detail=detail))
+        elif facts.unwanted and host not in self._cordoned:
+            self._cordoned.add(host)
+            self.sensor.cordon(host, facts.unwanted, now_s)
+            self._observe(Observation(kind=ObservationKind.DRAIN, host=host, detail=facts.unwanted))
+        elif not facts.unwanted and host in self._cordoned:
+            self._cordoned.discard(host)
+            if self.sensor.uncordon(host, now_s):
+                self._check(host, now_s)
         self._due.set()
 
     # -- steps --------------------------------------------------------------------------------------------------------

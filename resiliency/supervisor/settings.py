@@ -26,6 +26,7 @@ from resiliency.supervisor.sensor import SensorSettings
 __all__ = [
     "HangSettings",
     "HookSettings",
+    "KubernetesSettings",
     "SupervisorSettings",
     "TlsSettings",
     "absolute_paths",
@@ -46,7 +47,9 @@ _WORKLOAD_NAMES = {
 _REPLICA_NAMES = ("num_dp_replicas", "max_num_dp_replicas", "enable_workload_scaling")
 _SENSOR_NAMES = {"heartbeat_polling_period_s": "period_s", "heartbeat_timeout_s": "timeout_s"}
 
-_NO_KUBERNETES = "is about Kubernetes, and this supervisor's hosts are those whose monitors connect to it; leave it out"
+_NO_KUBERNETES = (
+    "is about Kubernetes, and means nothing here (the namespace does with `cluster: kubernetes`); leave it out"
+)
 _NO_PARTS = "is the address of a part that is no process of its own here: monitors connect to `listen`; leave it out"
 #: Names of the guide and its chart that cannot mean anything here, and why.
 _MEANINGLESS = {
@@ -145,15 +148,40 @@ class StragglerSettings(_Strict):
         return value
 
 
+class KubernetesSettings(_Strict):
+    """Where the hosts of the jobs are, with ``cluster: kubernetes``.
+
+    Attributes:
+        workload_namespace: of the jobs' pods; "": the supervisor's own.
+        lease: name of the Lease that the leader holds, in the supervisor's own namespace.
+        audience: that the hosts' projected tokens are made for.
+        block_label: label of nodes that names their failure domain.
+        quarantine_s: for how long a node is kept out after its first failure; each further one doubles it.
+        server, token_file, ca_file, namespace: the API server, and as whom it is asked; "": as this pod's
+            ServiceAccount.
+    """
+
+    workload_namespace: str = ""
+    lease: str = "resiliency-supervisor"
+    audience: str = "resiliency-supervisor"
+    block_label: str = "cloud.google.com/gce-topology-block"
+    quarantine_s: float = Field(default=300.0, gt=0)
+    server: str = ""
+    token_file: str = ""
+    ca_file: str = ""
+    namespace: str = ""
+
+
 class SupervisorSettings(_Strict):
     """The whole file. Relative paths in it start from its folder, and are absolute here.
 
     Attributes:
         workloads: at least one.
         monitor_tokens: file of lines ``HOST-PATTERN TOKEN``.
-        cluster: backend that is told about hosts that are taken out, see :data:`~.clusters.registry.CLUSTERS`.
         shared_token: file with one token for all monitors.
         operator_token: file with the token of those who may look, drain and stop.
+        cluster: that the hosts belong to. "kubernetes": hosts are pods, which prove who they are by their tokens; the
+            leader holds a Lease, and a state file that is lost costs nothing but history.
         events: folder for the event log; "": none is written.
         lease_s: a leader that has not renewed its lease for this many seconds is replaced.
         handshake_timeout_s: seconds that a client has to say who it is.
@@ -163,6 +191,8 @@ class SupervisorSettings(_Strict):
     listen: str = "127.0.0.1:7600"
     state: str = "supervisor.db"
     workloads: list[WorkloadSpec] = Field(min_length=1)
+    cluster: str = "none"
+    kubernetes: KubernetesSettings = KubernetesSettings()
     sensor: SensorSettings = SensorSettings()
     hang: HangSettings = HangSettings()
     straggler: StragglerSettings = StragglerSettings()
@@ -173,7 +203,6 @@ class SupervisorSettings(_Strict):
     tls: TlsSettings | None = None
     policy: str = ""
     hook: HookSettings | None = None
-    cluster: str = "none"
     dry_run: bool = False
     events: str = ""
     most_plans: int = Field(default=12, ge=1)
@@ -251,6 +280,9 @@ def absolute_paths(values: Mapping[str, Any], folder: str) -> dict[str, Any]:
         return absolute_path(value, folder) if isinstance(value, str) else value
 
     made = dict(values)
+    if isinstance(made.get("kubernetes"), dict):
+        files = {"token_file", "ca_file"}
+        made["kubernetes"] = {key: absolute(each) if key in files else each for key, each in made["kubernetes"].items()}
     for key in ("state", "monitor_tokens", "shared_token", "operator_token", "events"):
         if key in made:
             made[key] = absolute(made[key])
@@ -269,7 +301,7 @@ def absolute_paths(values: Mapping[str, Any], folder: str) -> dict[str, Any]:
 
 
 def _settings(data: dict[Any, Any], folder: str, changes: dict[str, Any]) -> SupervisorSettings:
-    top = dict(data)
+    top = _with_kubernetes_names(data)
     _refuse_meaningless(top)
     own = set(SupervisorSettings.model_fields)
     sensor = {field.name for field in fields(SensorSettings)}
@@ -297,6 +329,26 @@ def _settings(data: dict[Any, Any], folder: str, changes: dict[str, Any]) -> Sup
         return SupervisorSettings(**values)
     except ValidationError as error:
         raise ConfigError(_sentence(error)) from error
+
+
+def _with_kubernetes_names(data: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The same settings; on Kubernetes the guide's names of a namespace are that of the workloads."""
+    top = dict(data)
+    own = top.get("kubernetes", {})
+    if top.get("cluster") != "kubernetes":
+        if "kubernetes" in top:
+            raise ConfigError("`kubernetes:` does nothing without `cluster: kubernetes`; add that, or leave it out")
+        return top
+    if not isinstance(own, dict):
+        raise ConfigError("`kubernetes:` is a mapping, see docs/kubernetes.md")
+    own = dict(own)
+    for name in ("workload_namespace", "job_namespace"):
+        if name in top:
+            value = top.pop(name)
+            if own.setdefault("workload_namespace", value) != value:
+                raise ConfigError(f"{name} and kubernetes.workload_namespace are one thing, and differ; keep one")
+    top["kubernetes"] = own
+    return top
 
 
 def _workloads(top: dict[Any, Any]) -> list[Any]:

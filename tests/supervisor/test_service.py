@@ -26,6 +26,7 @@ from resiliency.runtime.messages.monitor import (
     unpack,
 )
 from resiliency.runtime.messages.observations import Observation, ObservationKind
+from resiliency.supervisor.clusters.none import NoCluster
 from resiliency.supervisor.clusters.registry import CLUSTERS
 from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.model import Host, HostState, Workload, WorkloadState
@@ -73,12 +74,12 @@ def test_the_cluster_that_the_settings_choose_is_told_of_a_host_that_is_swapped(
 ) -> None:
     told: list[list[str]] = []
 
-    class Cordons:
+    class Cordons(NoCluster):
         async def take_out(self, hosts: Sequence[str], reason: str) -> str:
             told.append(list(hosts))
             return ""
 
-    monkeypatch.setitem(CLUSTERS, "cordons", Cordons)
+    monkeypatch.setitem(CLUSTERS, "cordons", lambda settings: (Cordons(), None))
 
     async def work() -> None:
         made = settings(tmp_path, cluster="cordons")

@@ -1,21 +1,96 @@
-"""The protocol of a cluster backend: the one thing that the supervisor asks of a cluster."""
+"""The protocol of a cluster backend: what the supervisor asks of the cluster that its hosts belong to.
+
+Ranks never wait for it. A host that is lost is replaced first, and the cluster is told afterwards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Cluster"]
+from resiliency.errors import ResiliencyError
+
+__all__ = ["Cluster", "ClusterUnavailable", "HostFacts", "Identity"]
+
+
+class ClusterUnavailable(ResiliencyError):
+    """The cluster cannot be asked now. Trying again later can help."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Whom the cluster has vouched for.
+
+    Attributes:
+        host: the host that the client may speak for; "": none.
+        node: the machine that it runs on.
+        watches_node: it is no host of a job, and may report faults of its machine alone.
+    """
+
+    host: str
+    node: str = ""
+    watches_node: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostFacts:
+    """What the cluster says about a host.
+
+    Attributes:
+        node: the machine that it runs on.
+        block: failure domain of the machine; "": unknown.
+        unwanted: why the cluster, or somebody who works on it, wants the host empty; "": nobody does.
+        is_gone: the host is no more, and none of this name will come.
+    """
+
+    host: str
+    node: str = ""
+    block: str = ""
+    unwanted: str = ""
+    is_gone: bool = False
 
 
 class Cluster(Protocol):
-    """A backend. Thread: the event loop's."""
+    """A backend. Thread: the event loop's.
+
+    Attributes:
+        vouches: hosts prove who they are by what the cluster has given them: :meth:`identify` is asked.
+    """
+
+    vouches: bool
+
+    async def run(self, changed: Callable[[HostFacts], None]) -> None:
+        """Follows the cluster until it is cancelled.
+
+        Args:
+            changed: called with the facts of a host when they are new or different.
+        """
+        ...
+
+    async def identify(self, token: str) -> Identity | None:
+        """Says whose token this is; None when it is nobody's who may connect here.
+
+        Raises:
+            ClusterUnavailable: the cluster cannot be asked now.
+        """
+        ...
 
     async def take_out(self, hosts: Sequence[str], reason: str) -> str:
-        """Tells the cluster not to use hosts: cordon them, delete their pods. It may be called again with the same
-        hosts, and is cancelled when its deadline has passed.
+        """Tells the cluster not to use hosts: cordons their machines, removes their pods. It may be called again with
+        the same hosts, and is cancelled when its deadline has passed.
 
         Returns:
             What went wrong; "" when it is done.
         """
         ...
+
+    async def give_up(self, hosts: Sequence[str], reason: str) -> str:
+        """Tells the cluster that the job of these hosts has failed for good. It may be called again.
+
+        Returns:
+            What went wrong; "" when it is done.
+        """
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,252 @@
+"""The Kubernetes backend: a host is a pod of a JobSet, its machine is a node.
+
+A lost host needs the API server for nothing: its ranks are given to a spare pod that runs already. Afterwards two
+writes clean up: the node is cordoned and tainted, and the pod is deleted without a grace, so that the Job controller
+makes it anew on another node, where it is the next spare. No other pod is touched, and the JobSet does not restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from resiliency.supervisor.clusters.base import ClusterUnavailable, HostFacts, Identity
+from resiliency.supervisor.clusters.kubernetes.api import ApiError, KubernetesApi
+from resiliency.supervisor.clusters.kubernetes.facts import (
+    Node,
+    Pod,
+    cordon_patch,
+    node_of,
+    pod_of,
+    uncordon_patch,
+    unwanted_because,
+)
+
+__all__ = ["KubernetesCluster"]
+
+logger = logging.getLogger(__name__)
+
+_MERGE = "application/merge-patch+json"
+_LABEL = "jobset.sigs.k8s.io/jobset-name"
+#: How often a change is made again that met another one.
+_TRIES = 5
+#: Seconds between two looks at nodes whose quarantine may be over.
+_LOOK_S = 5.0
+#: Reviews of tokens at a time, when thousands of hosts connect together.
+_REVIEWS = 16
+#: Seconds that a review may take; the host connects again.
+_REVIEW_S = 5.0
+_NODE_NAME, _POD_NAME = "authentication.kubernetes.io/node-name", "authentication.kubernetes.io/pod-name"
+
+
+class KubernetesCluster:
+    """See :class:`~resiliency.supervisor.clusters.base.Cluster`.
+
+    Args:
+        namespace: of the workloads.
+        audience: that hosts' tokens are made for.
+        block_label: label of nodes that names their failure domain.
+        quarantine_s: for how long a node is kept out after its first failure; each further one doubles it.
+        dry_run: nothing is changed.
+    """
+
+    vouches = True
+
+    def __init__(
+        self,
+        api: KubernetesApi,
+        *,
+        namespace: str,
+        audience: str,
+        block_label: str,
+        quarantine_s: float,
+        dry_run: bool = False,
+    ) -> None:
+        self._api, self._namespace, self._audience = api, namespace, audience
+        self._block_label, self._quarantine_s, self._dry_run = block_label, quarantine_s, dry_run
+        self._pods: dict[str, Pod] = {}
+        self._nodes: dict[str, Node] = {}
+        self._by_node: dict[str, set[str]] = {}
+        self._facts: dict[str, HostFacts] = {}
+        self._uids: dict[str, str] = {}
+        self._changed: Callable[[HostFacts], None] = lambda facts: None
+        self._reviews = asyncio.Semaphore(_REVIEWS)
+
+    # -- what the cluster says ----------------------------------------------------------------------------------------
+
+    async def run(self, changed: Callable[[HostFacts], None]) -> None:
+        self._changed = changed
+        for known in (self._pods, self._nodes, self._by_node, self._facts, self._uids):
+            known.clear()
+        pods = f"/api/v1/namespaces/{self._namespace}/pods"
+        works = (
+            self._api.follow(pods, pod_of, self._pod_changed, query={"labelSelector": _LABEL}),
+            self._api.follow("/api/v1/nodes", lambda item: node_of(item, self._block_label), self._node_changed),
+            self._give_back_nodes(),
+        )
+        await asyncio.gather(*works)
+
+    def _pod_changed(self, uid: str, pod: Pod | None) -> None:
+        name = self._uids.get(uid, "") if pod is None else pod.name
+        known = self._pods.get(name)
+        if pod is None:
+            self._uids.pop(uid, None)
+            if known is None or known.uid != uid:
+                return  # another pod has its name already
+            del self._pods[name]
+            self._by_node.get(known.node, set()).discard(name)
+            if self._facts.pop(name, None) is not None:
+                self._changed(HostFacts(host=name, node=known.node, is_gone=True))
+            return
+        self._uids[uid] = name
+        self._pods[name] = pod
+        if known is not None and known.node != pod.node:
+            self._by_node.get(known.node, set()).discard(name)
+        self._by_node.setdefault(pod.node, set()).add(name)
+        self._say(pod)
+
+    def _node_changed(self, uid: str, node: Node | None) -> None:
+        if node is None:
+            name = next((name for name, known in self._nodes.items() if known.uid == uid), "")
+            self._nodes.pop(name, None)
+            return
+        self._nodes[node.name] = node
+        for name in sorted(self._by_node.get(node.name, ())):
+            self._say(self._pods[name])
+
+    def _say(self, pod: Pod) -> None:
+        node = self._nodes.get(pod.node)
+        if node is None or pod.has_ended:
+            return
+        facts = HostFacts(host=pod.name, node=node.name, block=node.block, unwanted=unwanted_because(node, pod))
+        if self._facts.get(pod.name) != facts:
+            self._facts[pod.name] = facts
+            self._changed(facts)
+
+    def hosts_on(self, node: str) -> list[str]:
+        """Hosts whose pods run on a node."""
+        return sorted(self._by_node.get(node, ()))
+
+    async def identify(self, token: str) -> Identity | None:
+        review = {
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenReview",
+            "spec": {"token": token, "audiences": [self._audience]},
+        }
+        try:
+            async with self._reviews:
+                path = "/apis/authentication.k8s.io/v1/tokenreviews"
+                answer = await self._api.request("POST", path, review, give_up_s=_REVIEW_S)
+        except ApiError as error:
+            raise ClusterUnavailable(f"no token can be reviewed: {error}") from error
+        status = answer.get("status") or {}
+        if not status.get("authenticated") or self._audience not in (status.get("audiences") or ()):
+            return None
+        user = status.get("user") or {}
+        extra = user.get("extra") or {}
+        host, node = _only(extra.get(_POD_NAME)), _only(extra.get(_NODE_NAME))
+        parts = str(user.get("username", "")).split(":")
+        if parts[:2] != ["system", "serviceaccount"] or len(parts) != 4 or not host or not node:
+            return None
+        if parts[2] == self._namespace:
+            return Identity(host=host, node=node)
+        if parts[2] == self._api.access.namespace:
+            return Identity(host=node, node=node, watches_node=True)
+        return None
+
+    # -- what the cluster is told -------------------------------------------------------------------------------------
+
+    async def take_out(self, hosts: Sequence[str], reason: str) -> str:
+        problems = await asyncio.gather(*(self._take_out(host, reason) for host in hosts))
+        return "; ".join(problem for problem in problems if problem)
+
+    async def _take_out(self, host: str, reason: str) -> str:
+        pod = self._pods.get(host)
+        if pod is None:
+            return ""  # it is gone
+        node = self._nodes.get(pod.node)
+        if pod.is_going and node is not None and node.ready and not node.cordoned:
+            logger.info("pod %s was deleted by somebody else; its node %s stays in use", host, pod.node)
+            return ""
+        if self._dry_run:
+            logger.info("dry run: node %s would be cordoned and pod %s deleted (%s)", pod.node, host, reason)
+            return ""
+        try:
+            if pod.node:
+                await self._change_node(
+                    pod.node, lambda item: cordon_patch(item, reason or "replaced", self._quarantine_s, time.time())
+                )
+            await self._delete(pod)
+        except ApiError as error:
+            return str(error)
+        logger.warning("node %s is cordoned and pod %s deleted: %s", pod.node, host, reason or "replaced")
+        return ""
+
+    async def _change_node(self, name: str, patch: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        path = f"/api/v1/nodes/{name}"
+        for left in reversed(range(_TRIES)):
+            try:
+                item = await self._api.request("GET", path)
+                await self._api.request("PATCH", path, patch(item), kind=_MERGE)
+                return
+            except ApiError as error:
+                if error.status == 404:
+                    return
+                if error.status != 409 or not left:
+                    raise
+            await asyncio.sleep(random.uniform(0.05, 0.2))
+
+    async def _delete(self, pod: Pod) -> None:
+        """Deletes the pod without waiting for its kubelet, which may be gone; a newer pod of its name stays."""
+        body = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "gracePeriodSeconds": 0,
+            "preconditions": {"uid": pod.uid},
+        }
+        try:
+            await self._api.request("DELETE", f"/api/v1/namespaces/{self._namespace}/pods/{pod.name}", body)
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+
+    async def _give_back_nodes(self) -> None:
+        """Uncordons the nodes whose quarantine is over, and that work."""
+        while True:
+            wall = time.time()
+            for node in [node for node in self._nodes.values() if node.may_return(wall)]:
+                if self._dry_run:
+                    continue
+                try:
+                    await self._change_node(node.name, uncordon_patch)
+                    logger.warning("the quarantine of node %s is over; it is uncordoned", node.name)
+                except ApiError as error:
+                    logger.error("node %s stays cordoned although its quarantine is over: %s", node.name, error)
+            await asyncio.sleep(_LOOK_S)
+
+    async def give_up(self, hosts: Sequence[str], reason: str) -> str:
+        jobs = sorted({pod.job for host in hosts if (pod := self._pods.get(host)) is not None and pod.job})
+        if not jobs or self._dry_run:
+            return ""
+        path = f"/apis/batch/v1/namespaces/{self._namespace}/jobs/{jobs[0]}"
+        patch = {
+            "metadata": {"annotations": {"resiliency/given-up": reason[:200]}},
+            "spec": {"activeDeadlineSeconds": 1},
+        }
+        try:
+            await self._api.request("PATCH", path, patch, kind=_MERGE)
+        except ApiError as error:
+            return "" if error.status == 404 else str(error)
+        logger.error("job %s is failed, and with it the JobSet: %s", jobs[0], reason)
+        return ""
+
+    async def close(self) -> None:
+        await self._api.close()
+
+
+def _only(values: Any) -> str:
+    return values[0] if isinstance(values, list) and len(values) == 1 and isinstance(values[0], str) else ""

@@ -1,0 +1,184 @@
+"""What is kept of nodes and pods, and what follows from it. Pure: no input, no output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+__all__ = [
+    "FAILED",
+    "UNTIL",
+    "Node",
+    "Pod",
+    "cordon_patch",
+    "node_of",
+    "pod_of",
+    "uncordon_patch",
+    "unwanted_because",
+]
+
+#: Taint, and annotations, of a node that the supervisor has taken out: why, until when, how often in a row, and whether
+#: it was this supervisor that made the node unschedulable.
+FAILED = "resiliency/failed"
+UNTIL = "resiliency/quarantined-until"
+_REASON, _FALLS, _CORDONED = "resiliency/reason", "resiliency/falls", "resiliency/cordoned"
+_OURS = (UNTIL, _REASON, _FALLS, _CORDONED)
+#: A node that did well for this many seconds after its quarantine has its earlier failures forgiven.
+_FORGIVE_S = 86400.0
+_MOST_DOUBLINGS = 8
+_LONGEST_REASON = 200
+
+#: Taints that say that a node will soon be taken away, by the part of their key that is the same everywhere.
+_LEAVING = (
+    "ToBeDeletedByClusterAutoscaler",
+    "aws-node-termination-handler/",
+    "cloud.google.com/impending-node-termination",
+    "cloud.google.com/maintenance",
+    "karpenter.sh/disrupted",
+    "kubernetes.azure.com/scheduled-event",
+    "node.cloudprovider.kubernetes.io/shutdown",
+    "node.kubernetes.io/out-of-service",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pod:
+    """A pod of a job.
+
+    Attributes:
+        job, jobset: that it belongs to.
+        is_going: somebody has deleted it already.
+        has_ended: its containers have ended.
+    """
+
+    name: str
+    uid: str
+    node: str = ""
+    job: str = ""
+    jobset: str = ""
+    is_going: bool = False
+    has_ended: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A node.
+
+    Attributes:
+        annotations: this supervisor's own.
+        taints: key and value of each.
+        cordoned: it is unschedulable.
+    """
+
+    name: str
+    uid: str
+    cordoned: bool = False
+    ready: bool = True
+    block: str = ""
+    taints: tuple[tuple[str, str], ...] = ()
+    annotations: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is out because this supervisor has taken it out."""
+        return UNTIL in self.annotations
+
+    def may_return(self, wall: float) -> bool:
+        """Whether its quarantine is over and the node works."""
+        return self.is_ours and self.ready and wall >= _seconds(self.annotations[UNTIL])
+
+
+def pod_of(item: Mapping[str, Any]) -> Pod:
+    metadata, labels = item["metadata"], item["metadata"].get("labels") or {}
+    return Pod(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        node=(item.get("spec") or {}).get("nodeName") or "",
+        job=labels.get("batch.kubernetes.io/job-name", ""),
+        jobset=labels.get("jobset.sigs.k8s.io/jobset-name", ""),
+        is_going="deletionTimestamp" in metadata,
+        has_ended=(item.get("status") or {}).get("phase") in ("Succeeded", "Failed"),
+    )
+
+
+def node_of(item: Mapping[str, Any], block_label: str) -> Node:
+    metadata, spec = item["metadata"], item.get("spec") or {}
+    conditions = (item.get("status") or {}).get("conditions") or ()
+    return Node(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        cordoned=bool(spec.get("unschedulable")),
+        ready=any(one.get("type") == "Ready" and one.get("status") == "True" for one in conditions),
+        block=(metadata.get("labels") or {}).get(block_label, ""),
+        taints=tuple((one["key"], one.get("value", "")) for one in spec.get("taints") or ()),
+        annotations={key: value for key, value in (metadata.get("annotations") or {}).items() if key in _OURS},
+    )
+
+
+def unwanted_because(node: Node, pod: Pod) -> str:
+    """Why a host should be emptied while it still works; "": nothing asks for it."""
+    if node.is_ours:
+        return ""  # its ranks were moved before it was taken out
+    for key, _ in node.taints:
+        if any(known in key for known in _LEAVING):
+            return f"node {node.name} will be taken away (taint {key})"
+    if node.cordoned:
+        return f"node {node.name} is cordoned"
+    return f"pod {pod.name} is being deleted" if pod.is_going else ""
+
+
+def cordon_patch(item: Mapping[str, Any], reason: str, quarantine_s: float, wall: float) -> dict[str, Any]:
+    """The merge patch that takes a node out. It fails when the node has changed since ``item`` was read."""
+    metadata, spec = item["metadata"], item.get("spec") or {}
+    before = metadata.get("annotations") or {}
+    falls = _falls(before, wall) + 1
+    cordoned = bool(spec.get("unschedulable")) and _CORDONED not in before
+    taints = [one for one in spec.get("taints") or () if one["key"] != FAILED]
+    return {
+        "metadata": {
+            "resourceVersion": metadata["resourceVersion"],
+            "annotations": {
+                _REASON: reason[:_LONGEST_REASON],
+                UNTIL: _text(wall + quarantine_s * 2.0 ** min(falls - 1, _MOST_DOUBLINGS)),
+                _FALLS: str(falls),
+                _CORDONED: None if cordoned else "true",
+            },
+        },
+        "spec": {"unschedulable": True, "taints": [*taints, {"key": FAILED, "effect": "NoSchedule"}]},
+    }
+
+
+def uncordon_patch(item: Mapping[str, Any]) -> dict[str, Any]:
+    """The merge patch that gives a node back. How often it has failed stays written there."""
+    metadata, spec = item["metadata"], item.get("spec") or {}
+    taints = [one for one in spec.get("taints") or () if one["key"] != FAILED]
+    ours = _CORDONED in (metadata.get("annotations") or {})
+    return {
+        "metadata": {
+            "resourceVersion": metadata["resourceVersion"],
+            "annotations": {UNTIL: None, _REASON: None, _CORDONED: None},
+        },
+        "spec": {"taints": taints, **({"unschedulable": None} if ours else {})},
+    }
+
+
+def _falls(annotations: Mapping[str, str], wall: float) -> int:
+    count = annotations.get(_FALLS, "")
+    until = annotations.get(UNTIL)
+    if not count.isdecimal() or (until is not None and wall - _seconds(until) > _FORGIVE_S):
+        return 0
+    return min(int(count), 1000)
+
+
+def _text(wall: float) -> str:
+    return datetime.fromtimestamp(wall, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _seconds(text: str) -> float:
+    """Seconds of a time in an annotation; one that nobody can read is over."""
+    try:
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc).timestamp()
+    except ValueError:
+        return 0.0
