@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> int:
     if "--" not in words:
         parser.error("pass the training script and its arguments behind --")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    from resiliency.supervisor.pod import run_pod
+    from resiliency.monitor.pod import run_pod
 
     command = [sys.executable, "-m", "resiliency.cli", "host-monitor", "--exit-when-completed", *others]
     return run_pod([*command, *words[words.index("--") :]], drain_s=args.drain_timeout)
