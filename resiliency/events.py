@@ -97,6 +97,7 @@ class EventKind:
     WORLD_RESIZED = "world_resized"  # old, new: number of hosts
     #: The supervisor. Its events carry the epoch of the workload as their attempt.
     SUPERVISOR_LEADS = "supervisor_leads"  # term
+    EPOCH_ADOPTED = "epoch_adopted"  # epoch; ranks ran that the supervisor's state did not know
     HOST_STATE = "host_state"  # changed_host, state, reason
     WORKLOAD_STATE = "workload_state"  # state, reason
     INCIDENT_OPENED = "incident_opened"  # incident

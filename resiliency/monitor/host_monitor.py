@@ -429,7 +429,13 @@ class HostMonitor:
                 return
             if not self._link.is_connected:
                 return  # it is told once it has connected
-            given = Given(workload=place.workload, epoch=place.epoch, launcher=launcher.identity)
+            given = Given(
+                workload=place.workload,
+                epoch=place.epoch,
+                launcher=launcher.identity,
+                node_rank=place.node_rank,
+                nodes=place.nodes,
+            )
             self._state.give(given)
             self._save()
             self._see_anew(_Seen(workload=place.workload, epoch=place.epoch))
@@ -540,6 +546,8 @@ class HostMonitor:
         self._number += 1
         seen = self._seen
         workload, epoch = (seen.workload, seen.epoch) if seen.epoch else self._refused_for()
+        given = self._state.given.get(seen.workload)
+        has_place = given is not None and seen.epoch == given.epoch and not given.withdrawn
         return Report(
             number=self._number,
             workload=workload,
@@ -550,6 +558,8 @@ class HostMonitor:
             ranks=seen.pages,
             problem=self._problem()[:_LONGEST_REASON],
             devices=device_count(),
+            node_rank=given.node_rank if given is not None and has_place else -1,
+            nodes=given.nodes if given is not None and has_place else 0,
         )
 
     def _refused_for(self) -> tuple[str, int]:

@@ -49,12 +49,15 @@ class Given:
 
     Attributes:
         withdrawn: the launcher was told afterwards to have no ranks.
+        node_rank, nodes: of that place; -1 and 0: an earlier version of the library has not written them down.
     """
 
     workload: str
     epoch: int
     launcher: LauncherId
     withdrawn: bool = False
+    node_rank: int = -1
+    nodes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

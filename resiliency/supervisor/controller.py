@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from resiliency.errors import ConfigError
@@ -18,6 +18,7 @@ from resiliency.runtime.messages.launcher import REPORT_S
 from resiliency.runtime.messages.monitor import StepKind
 from resiliency.runtime.messages.observations import DeviceClass, Observation, ObservationKind
 from resiliency.runtime.messages.places import Place
+from resiliency.supervisor.adoption import RunningEpoch
 from resiliency.supervisor.model import (
     HostState,
     Incident,
@@ -247,6 +248,39 @@ class Controller:
         if known.spec != spec:
             self._set(replace(known, spec=spec))
 
+    def adopt(self, found: RunningEpoch, now_s: float, wall: float) -> bool:
+        """Takes ranks that run for those of the workload. Returns False when they do not fit its specification."""
+        workload = self._workloads.get(found.workload)
+        if workload is None or not workload.epoch < found.epoch <= _MOST_EPOCH:
+            return False
+        if not found.places or len(found.places) % workload.spec.hosts_per_replica:
+            return False
+        if workload.plan is not None:
+            self._end_plan(self._plans[workload.plan], Outcome.OVERTAKEN, "ranks of a later epoch run", now_s)
+        self._close(self._workloads[found.workload], "ranks of a later epoch run", now_s, wall)
+        logger.warning(
+            "%s: epoch %d runs on %s, and is taken over; the state here had epoch %d",
+            found.workload,
+            found.epoch,
+            ", ".join(found.places),
+            workload.epoch,
+        )
+        self._set(
+            replace(
+                self._workloads[found.workload],
+                state=WorkloadState.RUNNING,
+                epoch=found.epoch,
+                places=found.places,
+                fresh=False,
+                replace=(),
+                replace_on=(),
+                replicas_before=len(found.places) // workload.spec.hosts_per_replica,
+                since_s=now_s,
+                reason="",
+            )
+        )
+        return True
+
     def stop(self, name: str, reason: str, now_s: float, wall: float) -> bool:
         """Ends a workload for good. Returns False when no workload of this name runs."""
         workload = self._workloads.get(name)
@@ -374,8 +408,12 @@ class Controller:
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
-    def look(self, now_s: float, wall: float) -> None:
-        """Does what is due now. To be called after every report, and several times a second."""
+    def look(self, now_s: float, wall: float, *, held: Callable[[str], bool] = lambda name: False) -> None:
+        """Does what is due now. To be called after every report, and several times a second.
+
+        Args:
+            held: whether nothing may be decided about a workload yet.
+        """
         for one in self._sensor.look(now_s):
             self.observe(one, now_s, wall)
         self._give_up_lasting(now_s)
@@ -384,7 +422,7 @@ class Controller:
             if not workload.state.has_ended and not self._is_placed(workload):
                 self._complete(workload, now_s, wall)  # while a plan is prepared; it is not needed then
                 workload = self._workloads[name]
-            if workload.state.has_ended:
+            if workload.state.has_ended or held(name):
                 continue
             if workload.epoch:
                 self._goodput.look(name, now_s, wall)

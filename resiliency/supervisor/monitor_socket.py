@@ -113,7 +113,7 @@ class MonitorSocket:
         await self._socket.send_str(pack(welcome))
         if self._service() is not service:
             raise Forged("this supervisor leads no more")
-        service.connect(self, address=hello.address, block=hello.block)
+        service.connect(self, address=hello.address, block=hello.block, term=hello.term)
         return service
 
     async def _listen(self, service: Service) -> None:

@@ -35,6 +35,7 @@ from resiliency.runtime.messages.observations import Observation, ObservationKin
 from resiliency.runtime.messages.places import store_address
 from resiliency.runtime.tasks import end_tasks
 from resiliency.supervisor.actuator import Actuator
+from resiliency.supervisor.adoption import Adoption
 from resiliency.supervisor.clusters.base import Cluster, HostFacts
 from resiliency.supervisor.clusters.none import NoCluster
 from resiliency.supervisor.controller import Changes, Controller, ControllerSettings
@@ -225,6 +226,8 @@ class Service:
         #: Since when a transaction has been written; None: none is.
         self._writes_since_s: float | None = None
         self._inject_at_s = now_s + settings.fault_injection_period_s
+        #: Whether hosts were told nothing because they may have ranks that are not known here.
+        self._offers_held = False
         #: Whether something was not sent or not started because the lease had run out.
         self._held_back = False
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="supervisor-store")
@@ -247,6 +250,11 @@ class Service:
             )
         )
         self._asks = self.decided.asks()
+        epochs = {spec.name: 0 for spec in self.settings.workloads if not self._begin_again}
+        self._adoption = Adoption(
+            {**epochs, **{each.name: each.epoch for each in stored.workloads}},
+            now_s + self.settings.sensor.timeout_s + self.settings.sensor.period_s,
+        )
         wanted = {spec.name for spec in self.settings.workloads}
         for spec in self.settings.workloads:
             self._add(spec, now_s)
@@ -351,7 +359,10 @@ class Service:
         if self.settings.enable_fault_injection and now_s >= self._inject_at_s:
             self._inject_at_s = now_s + self.settings.fault_injection_period_s
             self._inject(now_s, wall)
-        self.controller.look(now_s, wall)
+        self.controller.look(now_s, wall, held=lambda name: self._adoption.holds_workload(name, now_s))
+        if self._offers_held and now_s >= self._adoption.until_s:
+            self._offers_held = False
+            self._offer(self._heard)
         if now_s - self._swept_s >= 1.0:
             self._swept_s = now_s
             self._sweep(now_s)
@@ -531,6 +542,9 @@ class Service:
             heard = self._heard.get(host)
             if heard is None or heard.link is None:
                 continue
+            if self._is_unknown(host, self._clock()):
+                self._offers_held = True
+                continue
             if self.settings.dry_run and self.decided.place(host) is None and not self._is_known_idle(heard):
                 continue  # it may have ranks that this supervisor does not know, and a dry run leaves them alone
             text = self._desired(host)
@@ -545,8 +559,11 @@ class Service:
 
     # -- monitors -----------------------------------------------------------------------------------------------------
 
-    def connect(self, link: Link, *, address: str, block: str) -> None:
+    def connect(self, link: Link, *, address: str, block: str, term: int = 0) -> None:
         """A monitor has sent its Hello.
+
+        Args:
+            term: the highest one that it has obeyed; 0: none.
 
         Raises:
             Forged: another monitor is connected for this host, or too many hosts are known.
@@ -565,6 +582,7 @@ class Service:
                 )
             heard.link.close("replaced by a newer connection of its host")
         heard.link, heard.offered, heard.at_s, heard.has_reported = link, "", now_s, False
+        self._adoption.connected(link.host, term)
         facts = self._facts.get(link.host)
         block = facts.block if facts is not None and facts.block else block
         self._hear(link, now_s, address=plain_line(address), block=plain_line(block))
@@ -600,12 +618,14 @@ class Service:
         reported = report.workload, report.epoch
         news = reported != heard.place
         heard.place = reported
+        if now_s < self._adoption.until_s:
+            self._adopt(host, report, now_s)
         if not heard.has_reported:
             heard.has_reported = True
             if self.settings.dry_run:
                 self._offer([host])
         if placed is None or reported != (placed[0].name, placed[0].epoch):
-            if report.workload:
+            if report.workload and not self._is_unknown(host, now_s):
                 self.controller.refused["epoch"] += 1
                 self.controller.heard_of_epoch(host, report.workload, report.epoch)
             self._miss(heard, placed, host, now_s)
@@ -616,6 +636,29 @@ class Service:
             news |= self._take_progress(host, heard, report, placed, now_s)
         if news:
             self._due.set()
+
+    def _adopt(self, host: str, report: Report, now_s: float) -> None:
+        held = self._is_unknown(host, now_s)
+        found = self._adoption.reported(host, report)
+        if found is not None and self.controller.adopt(found, now_s, time.time()):
+            self._adoption.adopted(found)
+            self._note_event(
+                EventKind.EPOCH_ADOPTED,
+                f"epoch {found.epoch} of {found.workload} runs on {', '.join(found.places)}, and is taken over",
+                workload=found.workload,
+                epoch=found.epoch,
+            )
+        if held and not self._is_unknown(host, now_s):
+            self._offer([host])
+
+    def _is_unknown(self, host: str, now_s: float) -> bool:
+        """Whether the host may have ranks that are not stored, and must not be told anything: it would end them."""
+        if self._adoption.holds_host(host, now_s):
+            return True
+        name, epoch = self._heard[host].place
+        present, stored = self.controller.workloads.get(name), self.decided.workloads.get(name)
+        adopted = present is not None and present.epoch == epoch and host in present.places
+        return adopted and (stored is None or stored.epoch < epoch)
 
     def _take_progress(
         self, host: str, heard: _Heard, report: Report, placed: tuple[Workload, int], now_s: float

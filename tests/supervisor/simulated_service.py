@@ -30,6 +30,7 @@ from resiliency.runtime.messages.monitor import (
 from resiliency.runtime.messages.observations import Observation, ObservationKind
 from resiliency.runtime.messages.places import Place
 from resiliency.supervisor import service as service_module
+from resiliency.supervisor.clusters.none import NoCluster
 from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.model import Outcome, Plan, WorkloadSpec
 from resiliency.supervisor.sensor import SensorSettings
@@ -227,6 +228,14 @@ class SimHost:
         )
 
 
+class _AsCluster(NoCluster):
+    def __init__(self, whole: Whole) -> None:
+        self._whole = whole
+
+    async def take_out(self, hosts: Any, reason: str) -> str:
+        return await self._whole.take_out(hosts, reason)
+
+
 class Whole:
     def __init__(self, spec: WorkloadSpec, hosts: int) -> None:
         self.loop = ManualLoop()
@@ -258,7 +267,7 @@ class Whole:
                 insecure_no_authentication=True,
                 hook=HookSettings(command=["unused"], signal="SIGUSR1", timeout_s=6.0),
             )
-            made = Service(settings, self.journal, Leads(), 1, cluster=self, clock=self.loop.time)  # type: ignore[arg-type]
+            made = Service(settings, self.journal, Leads(), 1, cluster=_AsCluster(self), clock=self.loop.time)
             made._executor.shutdown()
             made._executor = Inline()  # type: ignore[assignment]
             made._actuator._run_hook = self._run_hook  # type: ignore[method-assign]
@@ -284,7 +293,7 @@ class Whole:
         return await self._own_step(StepKind.HOOK, self.hook_behaves, plan)
 
     async def take_out(self, hosts: Any, reason: str) -> str:
-        """As a cluster."""
+        """Of the cluster."""
         (plan,) = [plan for plan in self.journal.plans.values() if plan.outcome is Outcome.ACTIVE]
         return await self._own_step(StepKind.CLUSTER_OUT, self.cluster_behaves, plan)
 

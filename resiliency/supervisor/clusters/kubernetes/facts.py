@@ -120,7 +120,7 @@ def node_of(item: Mapping[str, Any], block_label: str) -> Node:
 def unwanted_because(node: Node, pod: Pod) -> str:
     """Why a host should be emptied while it still works; "": nothing asks for it."""
     if node.is_ours:
-        return ""  # its ranks were moved before it was taken out
+        return f"node {node.name} was taken out: {node.annotations.get(_REASON, '')}"
     for key, _ in node.taints:
         if any(known in key for known in _LEAVING):
             return f"node {node.name} will be taken away (taint {key})"
