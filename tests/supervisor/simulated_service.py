@@ -145,6 +145,9 @@ class SimHost:
     place: Place | None = None
     step: int = 0
     began: int = 0
+    term: int = 0
+    #: Places that it was told, in order; None: to leave.
+    told: list[Place | None] = field(default_factory=list)
     link: HostLink | None = None
 
     def __post_init__(self) -> None:
@@ -196,7 +199,10 @@ class SimHost:
             return
         desired = unpack(text)
         assert isinstance(desired, Desired)
+        self.term = desired.term
         if desired.place is None or self.place is None or desired.place.epoch != self.place.epoch:
+            if desired.place != self.place:
+                self.told.append(desired.place)
             self.place, self.began = desired.place, self.step
             self.whole.check_owners()
         self.asks.wanted(desired.asks)
@@ -209,7 +215,7 @@ class SimHost:
         if self.link is None or self.link.closed:
             self.link = HostLink(self.name, str(self.incarnation), self)
             try:
-                service.connect(self.link, address="10.0.0.1", block="")
+                service.connect(self.link, address="10.0.0.1", block="", term=self.term)
             except service_module.Forged:
                 self.link = None
                 return
@@ -224,6 +230,8 @@ class SimHost:
                 epoch=place.epoch if place else 0,
                 master="10.0.0.1:2000" if place and place.node_rank == 0 else "",
                 ranks=ranks,
+                node_rank=place.node_rank if place else -1,
+                nodes=place.nodes if place else 0,
             )
         )
 
