@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 from resiliency.runtime.messages.monitor import StepKind
 from resiliency.settings import all_variables
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between SIGTERM and SIGKILL for a hook that takes too long.
 _GRACE_S = 5.0
+#: Seconds that the cluster has to take what it is told beside all plans, and until it is told again.
+_ASIDE_S, _AGAIN_S = 60.0, 30.0
 #: How many bytes of a hook's output are logged, and how often its output is read after it has ended.
 _SHOWN_BYTES, _MOST_READS = 2000, 16
 
@@ -35,6 +38,9 @@ class Actuator:
     def __init__(self, *, hook: tuple[str, ...], cluster: Cluster, ended: Callable[[int, int, str], None]) -> None:
         self._hook, self._cluster, self._ended = hook, cluster, ended
         self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
+        #: What the cluster is told beside all plans, and when it was told last.
+        self._asides: dict[str, asyncio.Task[None]] = {}
+        self._told_s: dict[str, float] = {}
         #: These were cancelled and have not ended yet.
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -56,10 +62,39 @@ class Actuator:
             workload = workloads[plan.workload]
             self._tasks[key] = asyncio.create_task(self._run(plan, workload), name=f"plan-{plan.number}")
 
+    def take_out(self, host: str, reason: str, now_s: float) -> None:
+        """Tells the cluster, beside all plans, not to use a host; again after ``_AGAIN_S`` if it is still there."""
+        if now_s - self._told_s.get(host, float("-inf")) >= _AGAIN_S:
+            self._told_s = {each: at_s for each, at_s in self._told_s.items() if now_s - at_s < _AGAIN_S}
+            self._told_s[host] = now_s
+            self._aside(f"{host} is not taken out", self._cluster.take_out((host,), reason))
+
+    def give_up(self, workload: str, hosts: tuple[str, ...], reason: str) -> None:
+        """Tells the cluster that a job has failed for good."""
+        self._aside(f"the cluster does not know that {workload} is stopped", self._cluster.give_up(hosts, reason))
+
+    def _aside(self, what: str, work: Coroutine[Any, Any, str]) -> None:
+        if what in self._asides:
+            work.close()
+            return
+
+        async def run() -> None:
+            try:
+                if problem := await asyncio.wait_for(work, _ASIDE_S):
+                    logger.error("%s: %s", what, problem)
+            except asyncio.TimeoutError:
+                logger.error("%s within %.0f s", what, _ASIDE_S)
+            except Exception:  # Boundary: an error of a backend.
+                logger.exception("%s", what)
+            finally:
+                self._asides.pop(what, None)
+
+        self._asides[what] = asyncio.create_task(run())
+
     async def close(self) -> None:
         """Cancels the running steps and waits for their end. Blocks: up to ``_GRACE_S`` for a hook that ignores
         SIGTERM."""
-        tasks = [*self._tasks.values(), *self._ending]
+        tasks = [*self._tasks.values(), *self._asides.values(), *self._ending]
         self._tasks.clear()
         for task in tasks:
             if task not in self._ending:

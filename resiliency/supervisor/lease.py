@@ -63,6 +63,13 @@ class Lease(Protocol):
         """Whether this process may act now. To be asked right before anything is sent or started. Blocks: never."""
         ...
 
+    @property
+    def is_out_of_reach(self) -> bool:
+        """Whether the last try to renew it, less than its duration ago, met nobody who could have told that another
+        one has taken it. Then a supervisor may go on that has most hosts of its jobs, see
+        :meth:`~resiliency.supervisor.service.Service.leads`."""
+        ...
+
     def release(self) -> None:
         """Lets another one take the lease at once. Raises nothing: the lease runs out by itself. Idempotent."""
         ...
@@ -131,6 +138,10 @@ class SqliteLease:
 
     def is_held(self) -> bool:
         return self._clock() < self._until_s
+
+    @property
+    def is_out_of_reach(self) -> bool:
+        return False  # without the state file nothing can be decided
 
     def release(self) -> None:
         with self._lock:

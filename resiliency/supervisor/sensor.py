@@ -351,6 +351,16 @@ class Sensor:
                 self.ready_version += 1
             self._names_changed.add(name)
 
+    def silent_for(self, seconds: float, now_s: float) -> list[str]:
+        """Hosts that have been silent for so long."""
+        silent = []
+        for host in self._hosts.values():
+            if now_s - host.heard_s <= seconds:
+                break  # the others were heard later
+            if host.state is HostState.SILENT:
+                silent.append(host.name)
+        return silent
+
     def forgotten(self, now_s: float) -> list[str]:
         """Hosts that have been silent for so long that they may be forgotten."""
         longest_s = self._settings.forget_s

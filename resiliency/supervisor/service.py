@@ -70,6 +70,8 @@ _VERIFY_TIMEOUT_S = 30.0
 _MOST_TEXT = 2000
 #: Highest step that is believed when a rank reports it. A higher one is no step, and sums must stay exact.
 _MOST_STEP = 1 << 53
+#: A host without ranks is taken out of the cluster when it has been silent for this many heartbeat timeouts.
+_LEFT_BEHIND = 3
 #: When no look took place for this many seconds, or a transaction takes longer, deadlines of steps are moved.
 _AWAY_S = 1.0
 #: Kinds of observations that a monitor may send.
@@ -205,6 +207,8 @@ class Service:
         self._cluster = cluster or NoCluster()
         #: What the cluster says about hosts, also about those that have not connected.
         self._facts: dict[str, HostFacts] = {}
+        #: Workloads that an operator has stopped, and may start again.
+        self._stopped_by_hand: set[str] = set()
         #: Hosts that are cordoned because the cluster wants them empty.
         self._cordoned: set[str] = set()
         self._actuator = Actuator(
@@ -226,6 +230,8 @@ class Service:
         #: Since when a transaction has been written; None: none is.
         self._writes_since_s: float | None = None
         self._inject_at_s = now_s + settings.fault_injection_period_s
+        #: When it was counted whether most hosts with ranks are connected, and whether they were.
+        self._counted_s, self._has_most = float("-inf"), False
         #: Whether hosts were told nothing because they may have ranks that are not known here.
         self._offers_held = False
         #: Whether something was not sent or not started because the lease had run out.
@@ -318,8 +324,27 @@ class Service:
         self._stopped.set()
 
     def leads(self) -> bool:
-        """Whether this supervisor may act: no other one has taken over. To be asked right before something is sent."""
-        return self._lease.is_held()
+        """Whether this supervisor may act: no other one has taken over. To be asked right before something is sent.
+
+        While a lease cannot be reached, the supervisor goes on that most hosts with ranks are connected to: another one
+        acts through hosts alone, and a host is connected to one.
+        """
+        if self._lease.is_held():
+            return True
+        if not self._lease.is_out_of_reach:
+            return False
+        now_s = self._clock()
+        if now_s - self._counted_s < _TICK_S / 2:
+            return self._has_most
+        placed = {host for each in self.decided.workloads.values() if not each.state.has_ended for host in each.places}
+        since_s = now_s - self.settings.sensor.timeout_s
+        here = sum(
+            heard.link is not None and heard.at_s > since_s
+            for host in placed
+            if (heard := self._heard.get(host)) is not None
+        )
+        self._counted_s, self._has_most = now_s, 2 * here > len(placed)
+        return self._has_most
 
     async def _keep_lease(self) -> None:
         """Renews the lease. While it cannot be renewed in time, hosts are heard, and nothing is decided, sent or
@@ -330,7 +355,11 @@ class Service:
                 await loop.run_in_executor(self._lease_executor, self._lease.renew)
             except StateUnavailable as error:
                 if not problem:
-                    logger.error("the lease cannot be renewed: %s; nothing is done once it has run out", error)
+                    logger.error(
+                        "the lease cannot be renewed: %s; nothing is done once it has run out%s",
+                        error,
+                        ", unless most hosts with ranks stay connected" if self._lease.is_out_of_reach else "",
+                    )
                 problem = str(error)
             else:
                 problem = ""
@@ -350,7 +379,7 @@ class Service:
 
     def _look(self) -> None:
         now_s, wall = self._clock(), time.time()
-        if not self._lease.is_held():
+        if not self.leads():
             self._held_back = True
             self._actuator.carry_out({}, {})  # what it has begun is for the next leader to begin
             return
@@ -404,6 +433,11 @@ class Service:
         for name in self.sensor.to_check(now_s):
             self._check(name, now_s)
         placed = self.decided.place
+        if self.leads() and not self.sensor.frozen:
+            for name in self.sensor.silent_for(_LEFT_BEHIND * self.settings.sensor.timeout_s, now_s):
+                if name in self._facts and placed(name) is None:
+                    # A spare that has died, or a host that could not be taken out when it was replaced.
+                    self._actuator.take_out(name, "it is not heard of any more", now_s)
         for name in self.sensor.forgotten(now_s):
             if placed(name) is None:
                 self.sensor.forget(name)
@@ -449,6 +483,8 @@ class Service:
             if workload.state.has_ended and not was_over.get(name, False):
                 self._hangs.forget(name)
                 self._stragglers.forget(name)
+                if workload.state is WorkloadState.STOPPED and name not in self._stopped_by_hand:
+                    self._actuator.give_up(name, tuple(self._heard), workload.reason)
         if self.decided.all_is_done != was_done:
             concerned.update(self._heard)  # hosts without a place may end too, or are wanted again
         self._asks = self.decided.asks()
@@ -465,7 +501,7 @@ class Service:
     def _act(self, concerned: Iterable[str]) -> None:
         """Tells hosts, and does itself, what is decided."""
         self._offer(concerned)
-        if self._lease.is_held():
+        if self.leads():
             self._actuator.carry_out(self.decided.plans, self.decided.workloads)
         else:
             self._held_back = True
@@ -535,7 +571,7 @@ class Service:
         Args:
             again: sends it also if it has not changed.
         """
-        if not self._lease.is_held():
+        if not self.leads():
             self._held_back = True
             return
         for host in hosts:
@@ -899,6 +935,7 @@ class Service:
         reason = plain_line(reason)
         done = self.controller.stop(name, reason or "stopped by an operator", self._clock(), time.time())
         if done:
+            self._stopped_by_hand.add(name)
             self._note_event(EventKind.OPERATOR, f"stop {name}: {reason or 'no reason given'}", workload=name)
         return done
 
@@ -908,6 +945,7 @@ class Service:
         specs = [spec for spec in self.settings.workloads if spec.name == name]
         if not specs or (known is not None and not known.state.has_ended):
             return False
+        self._stopped_by_hand.discard(name)
         self.controller.add(specs[0], self._clock())
         self._note_event(EventKind.OPERATOR, f"start {name}", workload=name)
         return True

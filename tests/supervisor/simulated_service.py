@@ -108,6 +108,7 @@ class Journal:
 
 class Leads:
     looks_every_s = 1.0
+    is_out_of_reach = False
 
     def is_held(self) -> bool:
         return True

@@ -8,6 +8,7 @@ makes it anew on another node, where it is the next spare. No other pod is touch
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import random
 import time
@@ -75,6 +76,8 @@ class KubernetesCluster:
         self._uids: dict[str, str] = {}
         self._changed: Callable[[HostFacts], None] = lambda facts: None
         self._reviews = asyncio.Semaphore(_REVIEWS)
+        #: The newest review of each host, by digest of its token, for a time in which the API server is away.
+        self._reviewed: dict[bytes, Identity] = {}
 
     # -- what the cluster says ----------------------------------------------------------------------------------------
 
@@ -99,6 +102,7 @@ class KubernetesCluster:
                 return  # another pod has its name already
             del self._pods[name]
             self._by_node.get(known.node, set()).discard(name)
+            self._reviewed = {each: one for each, one in self._reviewed.items() if one.host != name}
             if self._facts.pop(name, None) is not None:
                 self._changed(HostFacts(host=name, node=known.node, is_gone=True))
             return
@@ -137,12 +141,23 @@ class KubernetesCluster:
             "kind": "TokenReview",
             "spec": {"token": token, "audiences": [self._audience]},
         }
+        digest = hashlib.sha256(token.encode()).digest()
         try:
             async with self._reviews:
                 path = "/apis/authentication.k8s.io/v1/tokenreviews"
                 answer = await self._api.request("POST", path, review, give_up_s=_REVIEW_S)
         except ApiError as error:
+            known = self._reviewed.get(digest)
+            if known is not None and known.host in self._facts:
+                return known  # its pod was not deleted since, as far as is known
             raise ClusterUnavailable(f"no token can be reviewed: {error}") from error
+        identity = self._identity(answer)
+        if identity is not None and not identity.watches_node:
+            self._reviewed = {each: one for each, one in self._reviewed.items() if one.host != identity.host}
+            self._reviewed[digest] = identity
+        return identity
+
+    def _identity(self, answer: dict[str, Any]) -> Identity | None:
         status = answer.get("status") or {}
         if not status.get("authenticated") or self._audience not in (status.get("audiences") or ()):
             return None

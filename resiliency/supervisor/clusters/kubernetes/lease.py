@@ -64,7 +64,7 @@ class KubernetesLease:
         self._lock = threading.Lock()
         self._seen, self._seen_s = _Found(), float("-inf")
         self._mine = _Found()
-        self._until_s = float("-inf")
+        self._until_s = self._failed_s = float("-inf")
 
     @property
     def looks_every_s(self) -> float:
@@ -93,7 +93,12 @@ class KubernetesLease:
     def renew(self) -> None:
         with self._lock:
             began_s = self._clock()
-            renewed = self._write(self._mine, term=self._mine.term, holder=self._me)
+            try:
+                renewed = self._write(self._mine, term=self._mine.term, holder=self._me)
+            except StateUnavailable as error:
+                self._failed_s = self._clock() if isinstance(error.__cause__, ApiUnavailable) else float("-inf")
+                raise
+            self._failed_s = float("-inf")
             if renewed is None:  # somebody has changed it: another holder, or a person who has annotated it
                 found = self._read()
                 if (found.holder, found.term) == (self._me, self._mine.term):
@@ -107,6 +112,10 @@ class KubernetesLease:
 
     def is_held(self) -> bool:
         return self._clock() < self._until_s
+
+    @property
+    def is_out_of_reach(self) -> bool:
+        return self._clock() - self._failed_s < self._lease_s
 
     def release(self) -> None:
         with self._lock:
