@@ -31,8 +31,10 @@ def main(words: Sequence[str]) -> int:
     parser = _parser()
     args = parser.parse_args(list(words))
     script = args.script[1:] if args.script[:1] == ["--"] else args.script
-    if not script:
+    if not script and not args.watch_only:
         parser.error("pass the training script and its arguments behind --")
+    if script and args.watch_only:
+        parser.error("--watch-only starts no script: leave it out")
     level = logging.DEBUG if args.verbose else logging.INFO
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
@@ -83,6 +85,7 @@ async def _run(args: argparse.Namespace, script: Sequence[str]) -> int:
         stop_s=args.stop_timeout,
         reset_command=args.reset_command,
         exit_when_completed=args.exit_when_completed,
+        watch_only=args.watch_only,
     )
     watched = WatchdogSettings(
         xid_source=args.xid_source,
@@ -238,6 +241,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--exit-when-completed", action="store_true", help="end when all workloads of the supervisor have ended"
+    )
+    parser.add_argument(
+        "--watch-only",
+        action="store_true",
+        help="run the watchdogs alone, for all hosts on this machine (the DaemonSet on Kubernetes)",
     )
     parser.add_argument("--verbose", action="store_true", help="log more")
     parser.add_argument("--cable", default="", help=argparse.SUPPRESS)  # only resiliency run passes it

@@ -361,10 +361,12 @@ class HostMonitor:
     @property
     def _is_at_rest(self) -> bool:
         """No launcher is wanted now."""
-        return self._is_resetting or (self._want is not None and self._want.completed)
+        return self._settings.watch_only or self._is_resetting or (self._want is not None and self._want.completed)
 
     async def _make_true(self) -> None:
         self._retry_at_s = None
+        if self._settings.watch_only:
+            return
         launcher = self._launcher
         if launcher is not None and launcher.ended.is_set():
             self._launcher_has_ended(launcher)

@@ -26,6 +26,7 @@ class MonitorSettings:
         stop_s: the same when this monitor is told to end; longer, so that ranks can save.
         reset_command: resets devices; "": nvidia-smi.
         exit_when_completed: end when all workloads of the supervisor have ended.
+        watch_only: only the watchdogs run: there is no launcher, and this machine is no host of a job.
     """
 
     host: str
@@ -37,6 +38,7 @@ class MonitorSettings:
     stop_s: float = 120.0
     reset_command: str = ""
     exit_when_completed: bool = False
+    watch_only: bool = False
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.host):

@@ -43,6 +43,7 @@ class MonitorSocket:
         patterns: names of hosts that the client may speak for.
         service: returns the service while this supervisor leads; None otherwise.
         rarely: logs that messages were refused, at a limited rate.
+        node: the client is no host of a job: it watches this machine for all hosts that run there.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class MonitorSocket:
         handshake_s: float,
         *,
         rarely: SaidRarely,
+        node: str = "",
     ) -> None:
         self.host, self.incarnation = "", ""
+        self._node = node
         self._rarely = rarely
         self._request, self._patterns, self._service, self._handshake_s = request, patterns, service, handshake_s
         self._socket = web.WebSocketResponse(
@@ -77,7 +80,7 @@ class MonitorSocket:
         except (ConnectionError, asyncio.TimeoutError) as error:
             logger.debug("%s: %s", self.host or self._request.remote, error)
         finally:
-            if service is not None:
+            if service is not None and not self._node:
                 service.disconnect(self)
             self._closed = True
             if self._sender is not None:
@@ -113,17 +116,20 @@ class MonitorSocket:
         await self._socket.send_str(pack(welcome))
         if self._service() is not service:
             raise Forged("this supervisor leads no more")
-        service.connect(self, address=hello.address, block=hello.block, term=hello.term)
+        if not self._node:
+            service.connect(self, address=hello.address, block=hello.block, term=hello.term)
         return service
 
     async def _listen(self, service: Service) -> None:
         handled, counts = service.watch_handled, service.counts.messages
         async for received in self._socket:
             began_s = time.perf_counter()
-            if not service.is_current(self):
+            if self._service() is not service or not (self._node or service.is_current(self)):
                 return
             message = unpack(_text(received))
-            if isinstance(message, Report):
+            if self._node and isinstance(message, (Report, Observed)):
+                service.node_says(self._node, message)
+            elif isinstance(message, Report):
                 service.report(self, message)
             elif isinstance(message, Observed):
                 service.observed(self, message)

@@ -262,7 +262,7 @@ class Supervisor:
         transport = request.transport
         certificate = None if transport is None else transport.get_extra_info("peercert")
         header = request.headers.get("Authorization", "")
-        patterns = self.authority.monitor_patterns(header, certificate)
+        patterns, node = self.authority.monitor_patterns(header, certificate), ""
         if (
             not patterns
             and self._cluster.vouches
@@ -274,7 +274,8 @@ class Supervisor:
             except ClusterUnavailable as error:
                 self._rarely.warning("review", f"a monitor at {request.remote} cannot be let in now: {error}")
                 return web.json_response({"error": "the cluster cannot be asked now"}, status=503, headers=_LAST)
-            patterns = [] if identity is None or identity.watches_node else [glob_escape(identity.host)]
+            patterns = [] if identity is None else [glob_escape(identity.host)]
+            node = identity.node if identity is not None and identity.watches_node else ""
         if not patterns and self.service is not None:
             sender = str(request.remote)
             self._rarely.warning(sender, f"a monitor at {sender} has no token that is known here")
@@ -286,7 +287,12 @@ class Supervisor:
         if transport is not None and (plain := transport.get_extra_info("socket")) is not None:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         monitor = MonitorSocket(
-            request, patterns, lambda: self.service, self.settings.handshake_timeout_s, rarely=self._rarely
+            request,
+            patterns,
+            lambda: self.service,
+            self.settings.handshake_timeout_s,
+            rarely=self._rarely,
+            node=node,
         )
         return await monitor.serve()
 

@@ -87,6 +87,8 @@ _SEEN_BY_MONITORS = frozenset(
     }
 )
 
+_SEEN_ON_NODES = frozenset({ObservationKind.HOST_UNHEALTHY, ObservationKind.DEVICE_FAULT, ObservationKind.DRAIN})
+
 
 class Forged(Exception):
     """A message that its sender had no right to send; the text gives the reason. The connection is closed."""
@@ -207,6 +209,8 @@ class Service:
         self._cluster = cluster or NoCluster()
         #: What the cluster says about hosts, also about those that have not connected.
         self._facts: dict[str, HostFacts] = {}
+        #: Why hosts on a machine cannot have ranks, as its watchdogs say; "": they can.
+        self._node_problems: dict[str, str] = {}
         #: Workloads that an operator has stopped, and may start again.
         self._stopped_by_hand: set[str] = set()
         #: Hosts that are cordoned because the cluster wants them empty.
@@ -650,7 +654,9 @@ class Service:
         heard = self._heard[host]
         placed = self.decided.place(host)
         lacks = self._lacks_devices(heard, report.devices)
-        self._take_problem(host, heard, report.problem or ("" if placed else lacks), now_s)
+        facts = self._facts.get(host)
+        of_node = "" if facts is None else self._node_problems.get(facts.node, "")
+        self._take_problem(host, heard, report.problem or of_node or ("" if placed else lacks), now_s)
         reported = report.workload, report.epoch
         news = reported != heard.place
         heard.place = reported
@@ -800,6 +806,27 @@ class Service:
             if one.kind is ObservationKind.DRAIN:
                 self.sensor.cordon(link.host, plain_line(one.detail) or "its monitor wants it empty", self._clock())
             self._observe(_bounded(one, link.host))
+
+    def node_says(self, node: str, message: Report | Observed) -> None:
+        """Handles what the watchdogs of a machine report: it concerns all hosts that run there.
+
+        Raises:
+            Forged: it is nothing that watchdogs see.
+        """
+        hosts = [facts.host for facts in self._facts.values() if facts.node == node]
+        hosts = [host for host in hosts if host in self._heard]
+        if isinstance(message, Report):
+            self._node_problems[node] = message.problem  # taken with the next report of each host
+            return
+        for one in message.observations:
+            if one.host not in ("", node):
+                raise Forged(f"the watchdogs of {node} speak of {one.host}")
+            if one.kind not in _SEEN_ON_NODES:
+                raise Forged(f"watchdogs do not see {one.kind}")
+            for host in hosts:
+                if one.kind is ObservationKind.DRAIN:
+                    self.sensor.cordon(host, plain_line(one.detail) or f"node {node} is to be empty", self._clock())
+                self._observe(_bounded(one, host))
 
     def _observe(self, one: Observation) -> None:
         self.controller.observe(one, self._clock(), time.time())
