@@ -32,11 +32,19 @@ class Actuator:
     Args:
         hook: command line of the user's program; empty: there is none. After a kill of the supervisor it is run again
             for the same plan, so it must tolerate a second run; it gets the plan's number.
+        why: returns what is wrong with the hosts of a plan, for people who look at the cluster.
         ended: called with the plan's number, the index of the step, and the problem ("": the step succeeded).
     """
 
-    def __init__(self, *, hook: tuple[str, ...], cluster: Cluster, ended: Callable[[int, int, str], None]) -> None:
-        self._hook, self._cluster, self._ended = hook, cluster, ended
+    def __init__(
+        self,
+        *,
+        hook: tuple[str, ...],
+        cluster: Cluster,
+        ended: Callable[[int, int, str], None],
+        why: Callable[[Plan], str] = lambda plan: plan.remedy.reason,
+    ) -> None:
+        self._hook, self._cluster, self._ended, self._why = hook, cluster, ended, why
         self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
         #: What the cluster is told beside all plans, and when it was told last.
         self._asides: dict[str, asyncio.Task[None]] = {}
@@ -108,7 +116,7 @@ class Actuator:
             if step.kind is StepKind.HOOK:
                 work = self._run_hook(plan, workload)
             else:
-                work = self._cluster.take_out(step.hosts, plan.remedy.reason)
+                work = self._cluster.take_out(step.hosts, self._why(plan))
             problem = await asyncio.wait_for(work, step.timeout_s)
         except asyncio.TimeoutError:
             problem = f"{step.kind} took longer than {step.timeout_s:.0f} s"

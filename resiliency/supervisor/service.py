@@ -43,7 +43,7 @@ from resiliency.supervisor.decided import ASKED, Decided
 from resiliency.supervisor.hang_watch import HangWatch
 from resiliency.supervisor.history import History
 from resiliency.supervisor.lease import Lease
-from resiliency.supervisor.model import Host, HostState, Workload, WorkloadSpec, WorkloadState
+from resiliency.supervisor.model import Host, HostState, Plan, Workload, WorkloadSpec, WorkloadState
 from resiliency.supervisor.policy import load_policy
 from resiliency.supervisor.policy_guard import GuardedPolicy
 from resiliency.supervisor.sensor import Sensor
@@ -219,6 +219,7 @@ class Service:
             hook=() if hook is None else tuple(hook.command),
             cluster=self._cluster,
             ended=self._carried_out,
+            why=self._why,
         )
         self._heard: dict[str, _Heard] = {}
         #: How many hosts have so many devices.
@@ -905,6 +906,12 @@ class Service:
     def _end_step(self, number: int, at: int, problem: str, hosts: Sequence[str] = ()) -> None:
         self.controller.step_ended(number, at, self._clock(), time.time(), problem=problem, hosts=hosts)
         self._due.set()
+
+    def _why(self, plan: Plan) -> str:
+        """What was seen of the hosts that a plan takes out."""
+        incident = self.controller.incidents.get(plan.incident)
+        seen = [one for one in incident.observations if one.host in plan.remedy.out] if incident is not None else []
+        return f"{seen[-1].kind}: {seen[-1].detail}" if seen and seen[-1].detail else plan.remedy.reason
 
     def _carried_out(self, number: int, at: int, problem: str) -> None:
         self._end_step(number, at, problem)
