@@ -308,10 +308,12 @@ def status(
             escape(_doing(each)),
         )
     console.print(workloads)
-    hosts = _table("host", "state", "for", "heard", "workload", "node", "block", "why")
+    machines = ["machine"] if any(each["machine"] for each in found["hosts"]) else []
+    hosts = _table("host", *machines, "state", "for", "heard", "workload", "node", "block", "why")
     for each in found["hosts"]:
         hosts.add_row(
             escape(each["name"]),
+            *(escape(each[name]) for name in machines),
             _colored(each["state"]),
             _duration(each["for_s"]),
             "" if each["heard_ago_s"] is None else f"{each['heard_ago_s']:.1f} s ago",

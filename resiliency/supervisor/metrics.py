@@ -68,6 +68,10 @@ class Metrics(Collector):
         for state in HostState:
             hosts.add_metric([str(state)], states[state])
         yield hosts
+        if service.facts:
+            unwanted = sum(bool(facts.unwanted) for facts in service.facts.values())
+            yield _gauge("cluster_hosts", "Hosts that the cluster knows, connected or not", len(service.facts))
+            yield _gauge("cluster_unwanted_hosts", "Those that the cluster wants empty", unwanted)
         yield from self._workloads(service)
         counts = service.counts
         yield _gauge(

@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -1004,6 +1004,16 @@ class Service:
     def heard_ago_s(self, host: str) -> float | None:
         heard = self._heard.get(host)
         return None if heard is None or heard.at_s < 0 else self._clock() - heard.at_s
+
+    def machine_of(self, host: str) -> str:
+        """The machine that the cluster runs the host on; "" when it does not say."""
+        facts = self._facts.get(host)
+        return "" if facts is None else facts.node
+
+    @property
+    def facts(self) -> Mapping[str, HostFacts]:
+        """What the cluster says about hosts, by name; also about those that have not connected."""
+        return self._facts
 
     def now_s(self) -> float:
         return self._clock()

@@ -99,6 +99,7 @@ def _host(service: Service, host: Host) -> dict[str, Any]:
         "heard_ago_s": None if ago is None else round(ago, 1),
         "address": host.address,
         "block": host.block,
+        "machine": service.machine_of(host.name),
         "falls": host.falls,
         "free_in_s": (
             round(max(0.0, host.free_at_s - service.now_s()), 1) if host.state is HostState.QUARANTINED else None
