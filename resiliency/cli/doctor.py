@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from typing import Annotated
@@ -19,7 +20,7 @@ from resiliency.doctor.rules import (
     judge_ramdisk,
     judge_remote,
 )
-from resiliency.errors import ConfigError
+from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.paths import absolute_path
 from resiliency.settings import all_variables
 from resiliency.storage.tiers._address import local_path
@@ -63,6 +64,15 @@ def doctor(
         ),
     ] = "0",
     port: Annotated[int, typer.Option("--port", help="Port at which the ranks meet.", min=1, max=65535)] = 29500,
+    cluster: Annotated[
+        str,
+        typer.Option(
+            "--cluster",
+            metavar="FILE",
+            parser=absolute_path,
+            help="Settings of a supervisor with cluster: kubernetes; says also what that cluster lacks.",
+        ),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Says what would work on this host, and what to do where it would not.
@@ -87,6 +97,7 @@ def doctor(
         *judge_ramdisk(examine_folder(ramdisk), host, state_bytes=state_bytes),
         *(judge_remote(examine_remote(address)) for address in remote or ()),
         judge_ports(host, port, free=_is_free(port)),
+        *(_judge_cluster(cluster) if cluster else ()),
     ]
     if as_json:
         rows = [
@@ -97,6 +108,29 @@ def doctor(
     else:
         _print(findings)
     raise typer.Exit(int(any(one.verdict is Verdict.BROKEN for one in findings)))
+
+
+def _judge_cluster(file: str) -> list[HostFinding]:
+    try:
+        from resiliency.supervisor.clusters import kubernetes
+        from resiliency.supervisor.settings import read_settings
+
+        found = asyncio.run(kubernetes.check(read_settings(file)))
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(
+            f"{error.name} is missing: pip install 'resiliency[supervisor]'", param_hint="--cluster"
+        ) from None
+    except ResiliencyError as error:
+        return [HostFinding(check="cluster", verdict=Verdict.BROKEN, found=str(error))]
+    return [
+        HostFinding(
+            check=one.what,
+            verdict=Verdict.BROKEN if one.problem else Verdict.OK,
+            found=one.problem or one.found,
+            remedy=one.remedy,
+        )
+        for one in found
+    ]
 
 
 def parse_size(text: str) -> int:

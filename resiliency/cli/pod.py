@@ -19,6 +19,19 @@ def main(words: Sequence[str]) -> int:
     Returns:
         The exit status: 0 when the job is completed, 143 after SIGTERM, 2 for wrong arguments.
     """
+    parser = _parser()
+    own = list(words[: words.index("--")] if "--" in words else words)
+    args, others = parser.parse_known_args(own)
+    if "--" not in words:
+        parser.error("pass the training script and its arguments behind --")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    from resiliency.monitor.pod import run_pod
+
+    command = [sys.executable, "-m", "resiliency.cli", "host-monitor", "--exit-when-completed", *others]
+    return run_pod([*command, *words[words.index("--") :]], drain_s=args.drain_timeout)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="resiliency pod",
         usage="resiliency pod [--drain-timeout SECONDS] [options of resiliency host-monitor] -- train.py [ARGS ...]",
@@ -33,12 +46,4 @@ def main(words: Sequence[str]) -> int:
         metavar="SECONDS",
         help="how long uploads may take after the end of the job (default: 1800)",
     )
-    own = list(words[: words.index("--")] if "--" in words else words)
-    args, others = parser.parse_known_args(own)
-    if "--" not in words:
-        parser.error("pass the training script and its arguments behind --")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    from resiliency.monitor.pod import run_pod
-
-    command = [sys.executable, "-m", "resiliency.cli", "host-monitor", "--exit-when-completed", *others]
-    return run_pod([*command, *words[words.index("--") :]], drain_s=args.drain_timeout)
+    return parser

@@ -14,7 +14,7 @@ import pytest
 import typer
 from torch.distributed import run as torchrun
 
-from resiliency.cli import ckpt, doctor, goodput, heartbeat, host_monitor, inject, supervisor
+from resiliency.cli import ckpt, doctor, goodput, heartbeat, host_monitor, inject, pod, supervisor
 from resiliency.cli.main import SUBCOMMANDS, main
 from resiliency.goodput import calculator, tracker
 from resiliency.launch import run
@@ -31,9 +31,10 @@ OPTIONS = {
         "--supervisor --host --address --block --nproc-per-node --launcher-args --watchdog --metadata-server"
         " --reset-command --cable script",
     ),
+    "pod": ("", ""),
     "inject": ("--heartbeats --state-dir --source --folder", "--host --device"),
     "heartbeat": ("directory", ""),
-    "doctor": ("--dir --ramdisk --remote", "--state"),
+    "doctor": ("--dir --ramdisk --remote --cluster", "--state"),
     "ckpt ls": ("paths", "--run"),
     "ckpt inspect": ("path", "--run"),
     "ckpt verify": ("paths", "--run"),
@@ -59,6 +60,7 @@ PARSERS = {
     "run": run.make_parser,
     "host-monitor": host_monitor._parser,
     "inject": inject._parser,
+    "pod": pod._parser,
     "goodput calculator": calculator.get_parser,
     "goodput tracker": tracker.get_parser,
 }

@@ -17,6 +17,7 @@ from typing import Any
 
 from resiliency.supervisor.clusters.base import ClusterUnavailable, HostFacts, Identity
 from resiliency.supervisor.clusters.kubernetes.api import ApiError, KubernetesApi
+from resiliency.supervisor.clusters.kubernetes.checks import check_cluster
 from resiliency.supervisor.clusters.kubernetes.facts import (
     Node,
     Pod,
@@ -50,6 +51,7 @@ class KubernetesCluster:
     Args:
         namespace: of the workloads.
         audience: that hosts' tokens are made for.
+        lease: name of the supervisor's Lease, for the check of what the cluster lacks.
         block_label: label of nodes that names their failure domain.
         quarantine_s: for how long a node is kept out after its first failure; each further one doubles it.
         dry_run: nothing is changed.
@@ -63,11 +65,12 @@ class KubernetesCluster:
         *,
         namespace: str,
         audience: str,
+        lease: str,
         block_label: str,
         quarantine_s: float,
         dry_run: bool = False,
     ) -> None:
-        self._api, self._namespace, self._audience = api, namespace, audience
+        self._api, self._namespace, self._audience, self._lease = api, namespace, audience, lease
         self._block_label, self._quarantine_s, self._dry_run = block_label, quarantine_s, dry_run
         self._pods: dict[str, Pod] = {}
         self._nodes: dict[str, Node] = {}
@@ -87,11 +90,23 @@ class KubernetesCluster:
             known.clear()
         pods = f"/api/v1/namespaces/{self._namespace}/pods"
         works = (
+            self._say_what_is_missing(),
             self._api.follow(pods, pod_of, self._pod_changed, query={"labelSelector": _LABEL}),
             self._api.follow("/api/v1/nodes", lambda item: node_of(item, self._block_label), self._node_changed),
             self._give_back_nodes(),
         )
         await asyncio.gather(*works)
+
+    async def _say_what_is_missing(self) -> None:
+        """It may be added while the supervisor runs, which therefore goes on."""
+        try:
+            found = await check_cluster(self._api, namespace=self._namespace, lease=self._lease)
+        except ApiError as error:
+            logger.warning("what the cluster lacks cannot be found out: %s", error)
+            return
+        for each in found:
+            if each.problem:
+                logger.error("%s: %s; %s", each.what, each.problem, each.remedy)
 
     def _pod_changed(self, uid: str, pod: Pod | None) -> None:
         name = self._uids.get(uid, "") if pod is None else pod.name

@@ -1,0 +1,133 @@
+"""What a cluster lacks for the supervisor to work: rights, JobSet, a version of Kubernetes that is new enough."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from resiliency.supervisor.clusters.kubernetes.api import ApiError, ApiUnavailable, KubernetesApi
+
+__all__ = ["ClusterCheck", "check_cluster"]
+
+#: Oldest minor version of Kubernetes 1 whose Jobs replace a pod that is terminating (podReplacementPolicy), and keep
+#: their pods' indexes, without a feature gate.
+_OLDEST = 30
+_JOBSET = "jobset.x-k8s.io"
+_INSTALL = (
+    "install JobSet 0.8 or newer: helm install jobset oci://registry.k8s.io/jobset/charts/jobset"
+    " --namespace jobset-system --create-namespace"
+)
+#: (verb, group, resource, where), where: "" everywhere, "workload" in the namespace of the jobs, "own" in this one's.
+_RIGHTS = (
+    *((verb, "", "nodes", "") for verb in ("get", "list", "watch", "patch")),
+    ("create", "authentication.k8s.io", "tokenreviews", ""),
+    *((verb, "", "pods", "workload") for verb in ("list", "watch", "delete")),
+    ("patch", "batch", "jobs", "workload"),
+    *((verb, "coordination.k8s.io", "leases", "own") for verb in ("create", "get", "update")),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterCheck:
+    """One thing that was looked at.
+
+    Attributes:
+        problem: "": it is as it must be.
+        remedy: what to do.
+    """
+
+    what: str
+    found: str = ""
+    problem: str = ""
+    remedy: str = ""
+
+
+async def check_cluster(api: KubernetesApi, *, namespace: str, lease: str) -> list[ClusterCheck]:
+    """Looks at everything that the supervisor needs. Blocks: up to some 30 s when the API server is away.
+
+    Args:
+        namespace: of the workloads.
+        lease: name of the supervisor's Lease.
+    """
+    try:
+        version = await api.request("GET", "/version")
+    except ApiUnavailable as error:
+        return [ClusterCheck(what="API server", problem=str(error), remedy="look at its address, and at the network")]
+    except ApiError as error:
+        return [ClusterCheck(what="API server", problem=str(error), remedy="mount the ServiceAccount's token")]
+    return [
+        _judge_version(str(version.get("minor", ""))),
+        await _jobset(api),
+        *[each async for each in _rights(api, namespace, lease)],
+        await _budgets(api, namespace),
+    ]
+
+
+def _judge_version(minor: str) -> ClusterCheck:
+    number = "".join(digit for digit in minor if digit.isdecimal())
+    found = f"Kubernetes 1.{number or '?'}"
+    if number and int(number) < _OLDEST:
+        return ClusterCheck(
+            what="version", found=found, problem=f"{found} is too old", remedy=f"use 1.{_OLDEST} or newer"
+        )
+    return ClusterCheck(what="version", found=found)
+
+
+async def _jobset(api: KubernetesApi) -> ClusterCheck:
+    try:
+        group = await api.request("GET", f"/apis/{_JOBSET}")
+    except ApiError as error:
+        problem = "JobSet is not installed" if error.status == 404 else str(error)
+        return ClusterCheck(what="JobSet", problem=problem, remedy=_INSTALL)
+    versions = [each.get("version") for each in group.get("versions") or ()]
+    if "v1alpha2" not in versions:
+        return ClusterCheck(what="JobSet", problem=f"it has {versions}, and not v1alpha2", remedy=_INSTALL)
+    return ClusterCheck(what="JobSet", found="v1alpha2")
+
+
+async def _rights(api: KubernetesApi, namespace: str, lease: str) -> AsyncIterator[ClusterCheck]:
+    for verb, group, resource, where in _RIGHTS:
+        place = {"": "", "workload": namespace, "own": api.access.namespace}[where]
+        asked = {"verb": verb, "group": group, "resource": resource, "namespace": place}
+        if resource == "leases" and verb != "create":
+            asked["name"] = lease
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": asked},
+        }
+        answer = await api.request("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review)
+        what = f"right to {verb} {resource}{f' in {place}' if place else ''}"
+        if (answer.get("status") or {}).get("allowed"):
+            yield ClusterCheck(what=what, found="yes")
+        else:
+            role = "ClusterRole" if not place else f"Role in {place}"
+            yield ClusterCheck(
+                what=what, problem="no", remedy=f"add it to the supervisor's {role}, or upgrade the chart"
+            )
+
+
+async def _budgets(api: KubernetesApi, namespace: str) -> ClusterCheck:
+    what = f"PodDisruptionBudgets in {namespace}"
+    try:
+        found = await api.request("GET", f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets")
+    except ApiError as error:
+        if error.status == 403:
+            return ClusterCheck(what=what, found="may not be looked at")
+        raise
+    wrong = list(_wrong_budgets(found.get("items") or ()))
+    if wrong:
+        return ClusterCheck(
+            what=what,
+            problem=f"{', '.join(wrong)}: Jobs have no scale, so that no eviction is ever allowed",
+            remedy="use minAvailable with a whole number",
+        )
+    return ClusterCheck(what=what, found="none of the wrong kind")
+
+
+def _wrong_budgets(items: Iterable[dict[str, Any]]) -> Iterator[str]:
+    for item in items:
+        spec = item.get("spec") or {}
+        if "maxUnavailable" in spec or isinstance(spec.get("minAvailable"), str):
+            yield item["metadata"]["name"]
