@@ -1,0 +1,57 @@
+"""One Kubernetes control plane for all tests of a run, in whichever worker of pytest-xdist they are."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.client import Cluster
+from tests.cluster.control_plane import READY, RUNNING, USERS
+from tests.cluster.tools import REPOSITORY, ToolsMissing, find_tools
+
+
+@pytest.fixture(scope="session")
+def control_plane() -> Iterator[Cluster]:
+    """Of all workers; the first one that asks starts it, in about ten seconds, and it ends after the last one.
+
+    Nothing may stop its processes: that is for a :class:`~tests.cluster.control_plane.ControlPlane` of a test's own.
+    """
+    try:
+        find_tools()
+    except ToolsMissing as missing:
+        pytest.skip(str(missing))
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    with _started(Path(tempfile.gettempdir(), f"resiliency-kubernetes-{run}")) as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def _started(folder: Path) -> Iterator[Cluster]:
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with open(folder / USERS, "a+") as users, open(folder / "start", "w") as starting:
+            fcntl.lockf(starting, fcntl.LOCK_EX)
+            fcntl.lockf(users, fcntl.LOCK_SH)  # waits while a control plane ends that had no users any more
+            if os.fstat(users.fileno()).st_nlink == 0:
+                continue  # it took the folder along
+            if not (folder / READY).exists():
+                _start_keeper(folder)
+            fcntl.lockf(starting, fcntl.LOCK_UN)
+            yield Cluster(folder / RUNNING)
+            return
+
+
+def _start_keeper(folder: Path) -> None:
+    """Returns when the control plane is ready. Its keeper is nobody's child: it outlives the worker that began it."""
+    command = ["setsid", "--fork", sys.executable, "-m", "tests.cluster.control_plane", str(folder)]
+    said = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
+    if not (folder / READY).exists():
+        raise RuntimeError(f"the control plane did not start:\n{said}")
