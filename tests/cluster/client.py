@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from tests.cluster.tools import find_tools
 
-__all__ = ["ApiError", "Cluster", "CommandFailed", "Write", "wait_for"]
+__all__ = ["ApiError", "Cluster", "CommandFailed", "Write", "address_in_pods", "wait_for"]
 
 T = TypeVar("T")
 
@@ -55,13 +55,19 @@ def wait_for(what: str, probe: Callable[[], T], *, timeout_s: float = 60, every_
     deadline = monotonic() + timeout_s
     while True:
         try:
-            answer: Any = probe()
+            answer = probe()
             if answer:
                 return answer
+            said = repr(answer)
         except (OSError, ApiError, CommandFailed) as error:
-            answer = error
-        assert monotonic() < deadline, f"{what}: not within {timeout_s} s; the last answer was {answer!r}"
+            said = repr(error)
+        assert monotonic() < deadline, f"{what}: not within {timeout_s} s; the last answer was {said}"
         sleep(every_s)
+
+
+def address_in_pods(told: str) -> str:
+    """Where a process pod listens whose ``podIP`` is this one; see :mod:`tests.cluster.process_kubelet`."""
+    return told.replace("10.", "127.", 1)
 
 
 class Cluster:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.cluster.client import Cluster
 from tests.cluster.control_plane import READY, RUNNING, USERS
+from tests.cluster.rig import Rig
 from tests.cluster.tools import REPOSITORY, ToolsMissing, find_tools
 
 
@@ -31,6 +32,14 @@ def control_plane() -> Iterator[Cluster]:
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     with _started(Path(tempfile.gettempdir(), f"resiliency-kubernetes-{run}")) as cluster:
         yield cluster
+
+
+@pytest.fixture
+def rig(control_plane: Cluster, tmp_path: Path) -> Iterator[Rig]:
+    """Namespaces and nodes of one test."""
+    made = Rig(control_plane, tmp_path)
+    yield made
+    made.close()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,120 @@
+"""What one test has in the shared cluster: namespaces and nodes that no pod of another test comes to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.client import Cluster, wait_for
+from tests.cluster.tools import REPOSITORY
+from tests.processes import descendant_pids
+
+__all__ = ["ProcessNode", "Rig"]
+
+
+class ProcessNode:
+    """A node whose pods are processes of this machine."""
+
+    def __init__(self, cluster: Cluster, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+        self._cluster = cluster
+        folder.mkdir()
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        module = "tests.cluster.process_kubelet"
+        with open(self.folder / "kubelet.log", "ab") as log:
+            return subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", module, str(self._cluster.folder), self.name, str(self.folder)],
+                cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+    def pids(self) -> list[int]:
+        """All processes of its pods, as this machine numbers them, and their parents up to the kubelet."""
+        return descendant_pids(self._process.pid)
+
+    def kill(self) -> None:
+        """All its processes are gone at once, and nobody is told. The API server finds out after 45 s."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def reboot(self) -> None:
+        """Kills it, and starts it with another boot id; pods that are still bound to it start again."""
+        self.kill()
+        self._process = self._start()
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self.kill()
+
+
+class Rig:
+    """Makes namespaces and nodes for a test, and removes them. One thread, which must live as long as the nodes."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster = cluster
+        #: The value of the label ``test`` of its nodes, and how all names of its namespaces and nodes begin.
+        self.name = f"t{uuid.uuid4().hex[:6]}"
+        self._folder = folder
+        self._namespaces: list[str] = []
+        self._simulated: list[str] = []
+        self._nodes: list[ProcessNode] = []
+
+    def namespace(self, name: str = "jobs") -> str:
+        """Makes a namespace, whose pods run on the nodes of this rig only; returns its whole name."""
+        whole = f"{self.name}-{name}"
+        selector = {"scheduler.alpha.kubernetes.io/node-selector": f"test={self.name}"}
+        self.cluster.request("POST", "/api/v1/namespaces", {"metadata": {"name": whole, "annotations": selector}})
+        account = f"/api/v1/namespaces/{whole}/serviceaccounts/default"
+        wait_for("the default ServiceAccount", lambda: self.cluster.get(account))
+        self._namespaces.append(whole)
+        return whole
+
+    def node(
+        self, name: str, *, gpus: int = 8, labels: Mapping[str, str] | None = None, taints: Sequence[Any] = ()
+    ) -> ProcessNode:
+        """Starts a node whose pods are processes. It is ready a second later."""
+        whole = self._make_node(name, gpus, labels, taints)
+        self._nodes.append(ProcessNode(self.cluster, whole, self._folder / whole))
+        return self._nodes[-1]
+
+    def simulated_node(
+        self, name: str, *, gpus: int = 8, labels: Mapping[str, str] | None = None, taints: Sequence[Any] = ()
+    ) -> str:
+        """Makes a node whose pods only say that they run (:mod:`tests.cluster.kwok_stages`); returns its name."""
+        self._simulated.append(self._make_node(name, gpus, labels, taints, {"kwok.x-k8s.io/node": "fake"}))
+        return self._simulated[-1]
+
+    def _make_node(
+        self,
+        name: str,
+        gpus: int,
+        labels: Mapping[str, str] | None,
+        taints: Sequence[Any],
+        annotations: Mapping[str, str] | None = None,
+    ) -> str:
+        whole = f"{self.name}-{name}"
+        room = {"cpu": "64", "memory": "512Gi", "pods": "110", "nvidia.com/gpu": str(gpus)}
+        own = {"test": self.name, "kubernetes.io/hostname": whole, "kubernetes.io/os": "linux"}
+        metadata = {"name": whole, "labels": {**own, **(labels or {})}, "annotations": annotations or {}}
+        status = {"capacity": room, "allocatable": room}
+        node = {"metadata": metadata, "spec": {"taints": list(taints)}, "status": status}
+        self.cluster.request("POST", "/api/v1/nodes", node)
+        return whole
+
+    def close(self) -> None:
+        """Ends its processes, and leaves the removal of its objects to the cluster."""
+        for node in self._nodes:
+            node.close()
+        at_once = {"gracePeriodSeconds": 0}
+        for namespace in self._namespaces:
+            self.cluster.request("DELETE", f"/api/v1/namespaces/{namespace}")
+            self.cluster.request("DELETE", f"/api/v1/namespaces/{namespace}/pods", at_once)
+        for name in [*self._simulated, *(node.name for node in self._nodes)]:
+            self.cluster.request("DELETE", f"/api/v1/nodes/{name}")
