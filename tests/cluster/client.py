@@ -139,6 +139,7 @@ class Cluster:
         *,
         token: str | None = None,
         content_type: str = "application/json",
+        timeout_s: float = 30,
     ) -> Any:
         """The decoded answer to one request, which takes some milliseconds where kubectl takes a hundred.
 
@@ -154,7 +155,7 @@ class Cluster:
         request = urllib.request.Request(self.server + path, data, headers, method=method)
         trust = self._anonymous if token else self._administrator
         try:
-            with urllib.request.urlopen(request, context=trust, timeout=30) as answer:
+            with urllib.request.urlopen(request, context=trust, timeout=timeout_s) as answer:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as error:
             with error:

@@ -14,30 +14,45 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.client import Cluster
-from tests.cluster.control_plane import READY, RUNNING, USERS
+from tests.cluster.control_plane import READY, RUNNING, USERS, ControlPlane
 from tests.cluster.rig import Rig
 from tests.cluster.tools import REPOSITORY, ToolsMissing, find_tools
 
 
 @pytest.fixture(scope="session")
-def control_plane() -> Iterator[Cluster]:
-    """Of all workers; the first one that asks starts it, in about ten seconds, and it ends after the last one.
-
-    Nothing may stop its processes: that is for a :class:`~tests.cluster.control_plane.ControlPlane` of a test's own.
-    """
+def tools() -> Path:
+    """The folder of the programs; where there are none, the test is skipped."""
     try:
-        find_tools()
+        return find_tools()
     except ToolsMissing as missing:
         pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="session")
+def control_plane(tools: Path) -> Iterator[Cluster]:
+    """Of all workers; the first one that asks starts it, in about ten seconds, and it ends after the last one.
+
+    Nothing may stop its processes: that is for a test with ``own_control_plane``.
+    """
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     with _started(Path(tempfile.gettempdir(), f"resiliency-kubernetes-{run}")) as cluster:
         yield cluster
 
 
 @pytest.fixture
-def rig(control_plane: Cluster, tmp_path: Path) -> Iterator[Rig]:
-    """Namespaces and nodes of one test."""
-    made = Rig(control_plane, tmp_path)
+def own_control_plane(tools: Path, tmp_path: Path) -> Iterator[ControlPlane]:
+    """Of this test alone, which may stop its API server; ten seconds."""
+    with ControlPlane(tmp_path / "control-plane") as made:
+        yield made
+
+
+@pytest.fixture
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    """Namespaces and nodes of one test, in its own control plane if it has one, else in that of all."""
+    if os.geteuid() != 0:
+        pytest.skip("pods that are processes need root, to have namespaces of their own")
+    own = "own_control_plane" in request.fixturenames
+    made = Rig(request.getfixturevalue("own_control_plane" if own else "control_plane"), tmp_path)
     yield made
     made.close()
 

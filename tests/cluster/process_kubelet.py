@@ -109,6 +109,11 @@ def _logged(what: str) -> Iterator[None]:
         logger.warning("%s: %r", what, error)
 
 
+def _log_fault(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception():
+        logger.error("a task ended", exc_info=task.exception())
+
+
 class Container:
     """One container of a pod, and the processes that it is one after another."""
 
@@ -126,13 +131,16 @@ class Container:
     async def run(self) -> None:
         """Until it is not to be started any more."""
         while not self.pod.deleted.is_set():
-            code = await self._run_once()
-            if self.rule == "Never" or (self.rule == "OnFailure" and code == 0):
-                return
+            try:
+                code = await self._run_once()
+                if self.rule == "Never" or (self.rule == "OnFailure" and code == 0):
+                    return
+            except FAILURES as error:  # what a variable is read from is not there, or the API server
+                self.state = {"waiting": {"reason": "CreateContainerConfigError", "message": str(error)}}
+                self.pod.changed.set()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.pod.deleted.wait(), min(LONGEST_BACKOFF_S, 0.2 * 2**self.restarts))
-            if not self.pod.deleted.is_set():
-                self.restarts += 1
+            self.restarts += not self.pod.deleted.is_set()
 
     async def _run_once(self) -> int:
         began = second()
@@ -179,7 +187,8 @@ class Container:
                 os.kill(pid, SIGTERM)
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(process.wait(), grace_s)
-        self.kill()
+        if process.returncode is None:
+            process.send_signal(SIGKILL)
 
     def kill(self) -> None:
         if self.process is not None and self.process.returncode is None:
@@ -230,7 +239,8 @@ class Container:
             path = os.path.realpath(mount["mountPath"])
             source = shlex.quote(str(self.pod.volumes[mount["name"]] / mount.get("subPath", "")))
             if any(_below(path, hidden) for hidden in HIDDEN):
-                yield f"[ -f {source} ] && touch {path} || mkdir -p {source} {path}; mount --bind {source} {path}"
+                yield f"mkdir -p {os.path.dirname(path)}; [ -f {source} ] && touch {path} || mkdir -p {source} {path}"
+                yield f"mount --bind {source} {path}"
             elif not os.path.exists(path):
                 yield f"echo 'no mount point {path} here: take one below {' or '.join(HIDDEN)}'; exit 128"
             else:
@@ -309,12 +319,14 @@ class Pod:
         self.conditions: dict[str, tuple[bool, str]] = {}
         self.deleted, self.changed = asyncio.Event(), asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.task = asyncio.create_task(self._run(), name=self.name)
+        self._life = asyncio.create_task(self._run())
+        self._life.add_done_callback(_log_fault)
 
     def spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_log_fault)
 
     def delete(self, grace_s: float) -> None:
         """Stops it once; kills it if there is no more time."""
@@ -336,6 +348,7 @@ class Pod:
             self.spawn(self._renew_tokens())
             await asyncio.gather(*(each.run() for each in self.containers))
         for each in self.first:
+            each.rule = "Never"
             await each.stop(1)
         self.phase = "Failed" if any(each.code != 0 for each in self.containers) else "Succeeded"
         self.changed.set()

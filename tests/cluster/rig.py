@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
-from tests.cluster.client import Cluster, wait_for
+from tests.cluster.client import ApiError, Cluster, wait_for
 from tests.cluster.tools import REPOSITORY
 from tests.processes import descendant_pids
 
 __all__ = ["ProcessNode", "Rig"]
+
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class ProcessNode:
@@ -62,8 +65,8 @@ class Rig:
         #: The value of the label ``test`` of its nodes, and how all names of its namespaces and nodes begin.
         self.name = f"t{uuid.uuid4().hex[:6]}"
         self._folder = folder
-        self._namespaces: list[str] = []
-        self._simulated: list[str] = []
+        #: What is to be removed, in this order.
+        self._objects: list[str] = []
         self._nodes: list[ProcessNode] = []
 
     def namespace(self, name: str = "jobs") -> str:
@@ -73,48 +76,33 @@ class Rig:
         self.cluster.request("POST", "/api/v1/namespaces", {"metadata": {"name": whole, "annotations": selector}})
         account = f"/api/v1/namespaces/{whole}/serviceaccounts/default"
         wait_for("the default ServiceAccount", lambda: self.cluster.get(account))
-        self._namespaces.append(whole)
+        self._objects += [f"/api/v1/namespaces/{whole}", f"/api/v1/namespaces/{whole}/pods"]
         return whole
 
-    def node(
-        self, name: str, *, gpus: int = 8, labels: Mapping[str, str] | None = None, taints: Sequence[Any] = ()
-    ) -> ProcessNode:
-        """Starts a node whose pods are processes. It is ready a second later."""
-        whole = self._make_node(name, gpus, labels, taints)
+    def node(self, name: str, *, gpus: int = 8, labels: Mapping[str, str] = _NONE) -> ProcessNode:
+        """Starts a node whose pods are processes. It is ready some seconds later."""
+        whole = self._make_node(name, gpus, labels, {})
         self._nodes.append(ProcessNode(self.cluster, whole, self._folder / whole))
         return self._nodes[-1]
 
-    def simulated_node(
-        self, name: str, *, gpus: int = 8, labels: Mapping[str, str] | None = None, taints: Sequence[Any] = ()
-    ) -> str:
-        """Makes a node whose pods only say that they run (:mod:`tests.cluster.kwok_stages`); returns its name."""
-        self._simulated.append(self._make_node(name, gpus, labels, taints, {"kwok.x-k8s.io/node": "fake"}))
-        return self._simulated[-1]
+    def simulated_node(self, name: str, *, gpus: int = 8, labels: Mapping[str, str] = _NONE) -> str:
+        """Makes a node whose pods only say that they run (:mod:`tests.cluster.kwok_stages`); returns its whole name."""
+        return self._make_node(name, gpus, labels, {"kwok.x-k8s.io/node": "fake"})
 
-    def _make_node(
-        self,
-        name: str,
-        gpus: int,
-        labels: Mapping[str, str] | None,
-        taints: Sequence[Any],
-        annotations: Mapping[str, str] | None = None,
-    ) -> str:
+    def _make_node(self, name: str, gpus: int, labels: Mapping[str, str], annotations: Mapping[str, str]) -> str:
         whole = f"{self.name}-{name}"
         room = {"cpu": "64", "memory": "512Gi", "pods": "110", "nvidia.com/gpu": str(gpus)}
         own = {"test": self.name, "kubernetes.io/hostname": whole, "kubernetes.io/os": "linux"}
-        metadata = {"name": whole, "labels": {**own, **(labels or {})}, "annotations": annotations or {}}
+        metadata = {"name": whole, "labels": {**own, **labels}, "annotations": annotations}
         status = {"capacity": room, "allocatable": room}
-        node = {"metadata": metadata, "spec": {"taints": list(taints)}, "status": status}
-        self.cluster.request("POST", "/api/v1/nodes", node)
+        self.cluster.request("POST", "/api/v1/nodes", {"metadata": metadata, "status": status})
+        self._objects.append(f"/api/v1/nodes/{whole}")
         return whole
 
     def close(self) -> None:
         """Ends its processes, and leaves the removal of its objects to the cluster."""
         for node in self._nodes:
             node.close()
-        at_once = {"gracePeriodSeconds": 0}
-        for namespace in self._namespaces:
-            self.cluster.request("DELETE", f"/api/v1/namespaces/{namespace}")
-            self.cluster.request("DELETE", f"/api/v1/namespaces/{namespace}/pods", at_once)
-        for name in [*self._simulated, *(node.name for node in self._nodes)]:
-            self.cluster.request("DELETE", f"/api/v1/nodes/{name}")
+        for path in self._objects:
+            with contextlib.suppress(ApiError):  # the test has removed it
+                self.cluster.request("DELETE", path, {"gracePeriodSeconds": 0})

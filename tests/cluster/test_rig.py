@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import base64
+import json
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.cluster.client import Cluster, Write, address_in_pods, wait_for
+from tests.cluster.client import ApiError, Cluster, CommandFailed, Write, address_in_pods, wait_for
+from tests.cluster.control_plane import ControlPlane
 from tests.cluster.rig import Rig
 from tests.processes import wait_ended
-
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0, reason="pods have namespaces of their own, which root alone can make"
-)
 
 MAX = 2**31 - 1
 
@@ -31,7 +29,7 @@ def jobset(namespace: str, command: list[str]) -> dict[str, Any]:
 
 
 def pod(namespace: str, name: str, command: str, **more: Any) -> dict[str, Any]:
-    spec = {key: more.pop(key) for key in ("restartPolicy", "volumes") if key in more}
+    spec = {key: more.pop(key) for key in ("restartPolicy", "terminationGracePeriodSeconds", "volumes") if key in more}
     container = {"name": "main", "image": "none", "command": ["sh", "-c", command], **more}
     metadata = {"name": name, "namespace": namespace, "labels": {"app": name}}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {**spec, "containers": [container]}}
@@ -109,3 +107,109 @@ def test_a_ready_pod_has_a_name_in_others_and_loses_it_with_its_readiness(rig: R
     assert f"{address} " in log(cluster, namespace, "client")
     (tmp_path / "ready").unlink()
     wait_for("no names", lambda: last_count() == "0")
+
+
+def test_a_container_that_fails_starts_again_in_its_pod_and_the_pod_ends_with_its_last_code(rig: Rig) -> None:
+    cluster, namespace = rig.cluster, rig.namespace()
+    rig.node("n0")
+    state = {
+        "volumes": [{"name": "state", "emptyDir": {}}],
+        "volumeMounts": [{"name": "state", "mountPath": "/pod/state"}],
+    }
+    count = "echo x >> /pod/state/starts; echo process $$ of $(hostname); exec test $(wc -l < /pod/state/starts) = 3"
+    dead = {"httpGet": {"path": "/", "port": 9}, "periodSeconds": 1, "failureThreshold": 1}
+    cluster.apply(
+        pod(namespace, "fails", count, restartPolicy="OnFailure", **state),
+        pod(namespace, "never", "exit 3", restartPolicy="Never"),
+        pod(namespace, "frozen", "sleep 1000 & wait", terminationGracePeriodSeconds=1, livenessProbe=dead),
+    )
+
+    def status(name: str) -> Any:
+        return cluster.pods(namespace, f"app={name}")[0]["status"]
+
+    def first(name: str) -> Any:
+        return status(name)["containerStatuses"][0]
+
+    wait_for("its end", lambda: status("fails")["phase"] == "Succeeded")
+    assert first("fails")["restartCount"] == 2
+    assert log(cluster, namespace, "fails").splitlines() == ["process 1 of fails"] * 3
+    wait_for("failure", lambda: status("never")["phase"] == "Failed")
+    assert first("never")["state"]["terminated"]["exitCode"] == 3
+    wait_for("a restart by the liveness probe", lambda: first("frozen")["restartCount"] > 0)
+
+
+def test_a_pod_has_its_identity_and_ends_in_good_order_when_it_is_deleted(rig: Rig) -> None:
+    cluster, namespace = rig.cluster, rig.namespace()
+    node = rig.node("n0")
+    cluster.kubectl("create", "configmap", "settings", "-n", namespace, "--from-literal=colour=blue")
+    token = {"serviceAccountToken": {"path": "token", "audience": "supervisor", "expirationSeconds": 600}}
+    script = """
+        trap 'echo saved > /pod/state/saved; exit 0' TERM
+        echo $(cat /pod/settings/colour) $NODE $COLOUR
+        cd /var/run/secrets/kubernetes.io/serviceaccount; echo $(ls) $(cat namespace); echo TOKEN=$(cat token)
+        command -v resiliency && python -c 'import resiliency' && touch /tmp/there && echo imported
+        old=$(cat /etc/resiliency/token/token); touch -d @0 /etc/resiliency/token/token
+        while [ "$old" = "$(cat /etc/resiliency/token/token)" ]; do sleep 0.1; done; echo BOUND=$(cat /etc/resiliency/token/token)
+        sleep 1000 & wait
+    """
+    mounts = {"token": "/etc/resiliency/token", "settings": "/pod/settings", "state": "/pod/state", "scratch": "/tmp"}
+    cluster.apply(
+        pod(
+            namespace, "host", script,
+            env=[{"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}, {"name": "COLOUR", "valueFrom": {"configMapKeyRef": {"name": "settings", "key": "colour"}}}],
+            volumes=[{"name": "token", "projected": {"sources": [token]}}, {"name": "settings", "configMap": {"name": "settings"}}, {"name": "state", "emptyDir": {}}, {"name": "scratch", "emptyDir": {}}],
+            volumeMounts=[{"name": name, "mountPath": path} for name, path in mounts.items()],
+        )
+    )  # fmt: skip
+
+    def said(prefix: str) -> str:
+        return next((line for line in log(cluster, namespace, "host").splitlines() if line.startswith(prefix)), "")
+
+    bound = wait_for("a new token", lambda: said("BOUND=")).removeprefix("BOUND=")
+    assert said(f"blue {node.name} blue") and said("imported")
+    assert said(f"ca.crt namespace token {namespace}")
+    claims = json.loads(base64.urlsafe_b64decode(bound.split(".")[1] + "=="))
+    assert claims["aud"] == ["supervisor"]
+    assert (claims["kubernetes.io"]["node"]["name"], claims["kubernetes.io"]["pod"]["name"]) == (node.name, "host")
+    review = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
+    me = cluster.request("POST", "/apis/authentication.k8s.io/v1/selfsubjectreviews", review, token=said("TOKEN=")[6:])
+    assert me["status"]["userInfo"]["username"] == f"system:serviceaccount:{namespace}:default"
+
+    cluster.kubectl("delete", "pod", "host", "-n", namespace)
+    assert [path.read_text() for path in node.folder.glob("*/volumes/state/saved")] == ["saved\n"]
+
+
+def test_simulated_pods_run_and_end_as_a_test_says(rig: Rig) -> None:
+    cluster, namespace = rig.cluster, rig.namespace()
+    name = rig.simulated_node("k0")
+    cluster.apply(pod(namespace, "one", "none", restartPolicy="Never"))
+    wait_for("it runs", lambda: name in running(cluster, namespace))
+    cluster.kubectl("annotate", "pod", "one", "-n", namespace, "test/fail=1")
+    wait_for("it fails", lambda: cluster.pods(namespace)[0]["status"]["phase"] == "Failed")
+
+
+@pytest.mark.long
+def test_pods_live_on_while_the_api_server_is_away(own_control_plane: ControlPlane, rig: Rig) -> None:
+    cluster, namespace = own_control_plane, rig.namespace()
+    node = rig.node("n0")
+    cluster.apply(pod(namespace, "before", "sleep 1000 & wait"))
+    wait_for("it runs", lambda: running(cluster, namespace))
+    processes = [psutil.Process(pid) for pid in node.pids()]
+    uid = cluster.pods(namespace)[0]["metadata"]["uid"]
+    for absence in cluster.without_api_server, cluster.frozen_api_server:
+        with absence(), pytest.raises(OSError):
+            cluster.request("GET", "/readyz", timeout_s=0.5)
+    cluster.apply(pod(namespace, "after", "exit 0", restartPolicy="Never"))
+    wait_for("another", lambda: cluster.pods(namespace, "app=after")[0]["status"]["phase"] == "Succeeded")
+    assert cluster.pods(namespace, "app=before")[0]["metadata"]["uid"] == uid
+    assert all(each.is_running() for each in processes)
+
+
+def test_a_refusal_says_why(control_plane: Cluster) -> None:
+    with pytest.raises(CommandFailed, match='namespaces "none" not found'):
+        control_plane.kubectl("get", "namespace", "none")
+    with pytest.raises(ApiError, match="Unauthorized"):
+        control_plane.request("GET", "/api/v1/nodes", token="none")
+    for helm in control_plane.helm, control_plane.helm3:
+        with pytest.raises(CommandFailed, match="not-there"):
+            helm("template", "not-there")
