@@ -1,0 +1,40 @@
+"""The charts, a real API server, and a Lightning training on nodes that die."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from tests.cluster.client import wait_for
+from tests.cluster.release import Release, uninterrupted
+from tests.cluster.rig import Rig
+
+STEPS = 400
+
+
+def test_a_node_dies_and_its_ranks_train_on_a_spare(rig: Rig, tmp_path: Path) -> None:
+    reference = uninterrupted(tmp_path / "reference", ranks=3, steps=STEPS)
+    (tmp_path / "job").mkdir()
+    release = Release(rig, tmp_path / "job", hosts=3, spares=1, steps=STEPS)
+    release.until_step(60)
+    before, lost = release.uids(), release.host_of(1)
+    node = release.node_of(lost)
+    assert release.writes() == []
+
+    attempt, killed_s = release.steps()[-1].attempt, time.monotonic()
+    node.kill()
+    first = release.until_attempt_after(attempt)
+    print(f"the first new step {first.at_s - killed_s:.1f} s after the death of the node")
+
+    wait_for("the node's cordon and the pod's deletion", lambda: len(release.writes()) == 2)
+    assert [(each.verb, each.resource, each.code) for each in release.writes()] == [
+        ("patch", "nodes", 200),
+        ("delete", "pods", 200),
+    ]
+    kept = {name: uid for name, uid in before.items() if name != lost}
+    assert kept.items() <= release.uids().items()
+
+    result = release.result()
+    assert reference.wait(120) == 0
+    assert result == (tmp_path / "reference" / "result").read_text()
+    wait_for("the JobSet's completion", release.is_completed)
