@@ -51,7 +51,9 @@ _CHART_KEYS: dict[str, Any] = {
     "block_label": _TEXT,
     "node_quarantine_s": {"type": "number", "exclusiveMinimum": 0},
     "image": _closed(
-        repository={"type": "string", "minLength": 1}, tag=_TEXT, pullPolicy={"enum": ["Always", "IfNotPresent", "Never"]}
+        repository={"type": "string", "minLength": 1},
+        tag=_TEXT,
+        pullPolicy={"enum": ["Always", "IfNotPresent", "Never"]},
     ),
     "imagePullSecrets": _LIST,
     "replicaCount": {"type": "integer", "minimum": 1, "maximum": 5},
@@ -125,7 +127,9 @@ def _bounded(key: str, one: dict[str, Any]) -> dict[str, Any]:
     if isinstance(kept.get("properties"), dict):
         kept["properties"] = {name: _bounded(name, each) for name, each in kept["properties"].items()}
     if kept.get("type") in ("number", "integer") and not {"minimum", "exclusiveMinimum"} & kept.keys():
-        counts = key in ("replicas", "hosts_per_replica", "min_replicas", "ranks_per_host") or key.endswith("dp_replicas")
+        counts = key in ("replicas", "hosts_per_replica", "min_replicas", "ranks_per_host") or key.endswith(
+            "dp_replicas"
+        )
         kept["minimum"] = 1 if counts else 0
     return kept
 
