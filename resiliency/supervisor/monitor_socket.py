@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from aiohttp import WSMessage, WSMsgType, web
 
@@ -196,7 +197,8 @@ class MonitorSocket:
     def _abort(self) -> None:
         """Closes the connection at once, without waiting for a peer that may be gone."""
         if self._request.transport is not None:
-            self._request.transport.abort()
+            with suppress(AttributeError):  # of a TLS transport of Python 3.11 that is closed already
+                self._request.transport.abort()
 
 
 _ENDS = (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED, WSMsgType.ERROR)

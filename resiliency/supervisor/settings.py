@@ -156,7 +156,9 @@ class KubernetesSettings(_Strict):
         lease: name of the Lease that the leader holds, in the supervisor's own namespace.
         audience: that the hosts' projected tokens are made for.
         block_label: label of nodes that names their failure domain.
-        quarantine_s: for how long a node is kept out after its first failure; each further one doubles it.
+        quarantine_s: for how long a node is kept out after its first failure; each further one doubles it. A cluster
+            takes up to a minute to notice that a node is dead, and until then calls it ready. ``kubectl uncordon`` ends
+            a quarantine.
         server, token_file, ca_file, namespace: the API server, and as whom it is asked; "": as this pod's
             ServiceAccount.
     """
@@ -165,7 +167,7 @@ class KubernetesSettings(_Strict):
     lease: str = "resiliency-supervisor"
     audience: str = "resiliency-supervisor"
     block_label: str = "cloud.google.com/gce-topology-block"
-    quarantine_s: float = Field(default=300.0, gt=0)
+    quarantine_s: float = Field(default=300.0, ge=60)
     server: str = ""
     token_file: str = ""
     ca_file: str = ""

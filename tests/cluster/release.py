@@ -71,7 +71,6 @@ class Release:
             "heartbeat_polling_period_s": 0.5,
             "heartbeat_timeout_s": TIMEOUT_S,
             "dwell_s": 2,
-            "node_quarantine_s": 15,
             "host_daemon": {"enabled": False},
             **settings,
         }
@@ -110,6 +109,24 @@ class Release:
     def _helm(self, verb: str, name: str, namespace: str, values: dict[str, Any], chart: str = "") -> None:
         folder = str(REPOSITORY / "helm" / (chart or name))
         self.cluster.helm(verb, name, folder, "-n", namespace, "-f", "-", input=json.dumps(values))
+
+    def uninstall(self) -> None:
+        for name, namespace in (("train", self.jobs), ("supervisor", self.system)):
+            self.cluster.helm("uninstall", name, "-n", namespace, "--wait")
+
+    def until_nothing_is_left(self) -> None:
+        wait_for("nothing is left", lambda: not (left := self._left()) or _said(left))
+
+    def _left(self) -> list[str]:
+        """Objects in the namespaces, and rights in the cluster, that an uninstallation has left."""
+        kinds = "jobsets,jobs,deployments,daemonsets,services,configmaps,secrets,serviceaccounts,roles,rolebindings,networkpolicies,poddisruptionbudgets,leases,pods"
+        names = ["configmap/kube-root-ca.crt", "serviceaccount/default"]
+        found = []
+        for namespace in (self.system, self.jobs):
+            lines = self.cluster.kubectl("get", kinds, "-n", namespace, "-o", "name").split()
+            found += [line for line in lines if line not in names]
+        rights = self.cluster.kubectl("get", "clusterroles,clusterrolebindings", "-o", "name").split()
+        return found + [line for line in rights if self.rig.name in line]
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
@@ -191,6 +208,10 @@ class Release:
         path = f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/{self.jobs}/jobsets/train"
         conditions = self.cluster.get(path).get("status", {}).get("conditions", [])
         return any(each["type"] == "Completed" and each["status"] == "True" for each in conditions)
+
+
+def _said(left: list[str]) -> bool:
+    raise OSError(f"there is still {left}")  # which the wait says at its end
 
 
 def uninterrupted(folder: Path, *, ranks: int, steps: int) -> subprocess.Popen[bytes]:

@@ -44,8 +44,9 @@ class ProcessNode:
 
     def kill(self) -> None:
         """All its processes are gone at once, and nobody is told. The API server finds out after 45 s."""
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def reboot(self) -> None:
         """Kills it, and starts it with another boot id; pods that are still bound to it start again."""

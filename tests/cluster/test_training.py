@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.client import wait_for
 from tests.cluster.release import Release, uninterrupted
 from tests.cluster.rig import Rig
 
-STEPS = 400
+STEPS = 600
 
 
+@pytest.mark.timeout(400)
 def test_a_node_dies_and_its_ranks_train_on_a_spare(rig: Rig, tmp_path: Path) -> None:
     reference = uninterrupted(tmp_path / "reference", ranks=3, steps=STEPS)
     (tmp_path / "job").mkdir()
@@ -34,7 +37,37 @@ def test_a_node_dies_and_its_ranks_train_on_a_spare(rig: Rig, tmp_path: Path) ->
     kept = {name: uid for name, uid in before.items() if name != lost}
     assert kept.items() <= release.uids().items()
 
+    # All supervisors, and their state with them.
+    attempt, step = release.steps()[-1].attempt, release.steps()[-1].number
+    gone = {pod["metadata"]["uid"] for pod in release.cluster.pods(release.system)}
+    release.cluster.kubectl("delete", "pods", "--all", "--force", "-n", release.system)
+    wait_for(
+        "new supervisors", lambda: release.status()["hosts"] and release.status()["workloads"][0]["state"] == "running"
+    )
+    assert not gone & {pod["metadata"]["uid"] for pod in release.cluster.pods(release.system)}
+    release.until_step(step + 20)
+    assert {each.attempt for each in release.steps() if each.number > step} == {attempt}, "training has noticed it"
+
     result = release.result()
     assert reference.wait(120) == 0
     assert result == (tmp_path / "reference" / "result").read_text()
     wait_for("the JobSet's completion", release.is_completed)
+    release.uninstall()
+    release.until_nothing_is_left()
+
+
+@pytest.mark.timeout(300)
+def test_without_a_spare_it_trains_with_fewer_hosts_until_the_node_is_back(rig: Rig, tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    release = Release(rig, tmp_path / "job", hosts=2, spares=0, steps=100_000)
+    release.until_step(30)
+    node = release.node_of(release.host_of(1))
+    node.kill()
+    wait_for("one host trains", lambda: release.status()["workloads"][0]["replicas"] == 1)
+    release.until_attempt_after(1)
+    node.reboot()
+    release.cluster.kubectl("uncordon", node.name)
+    wait_for("both train", lambda: release.status()["workloads"][0]["replicas"] == 2)
+    release.until_attempt_after(2)
+    release.uninstall()
+    release.until_nothing_is_left()

@@ -253,7 +253,7 @@ class KubernetesCluster:
                     continue
                 try:
                     await self._change_node(node.name, uncordon_patch)
-                    logger.warning("the quarantine of node %s is over; it is uncordoned", node.name)
+                    logger.warning("node %s is given back: its quarantine is over, or was ended by hand", node.name)
                 except ApiError as error:
                     logger.error("node %s stays cordoned although its quarantine is over: %s", node.name, error)
             await asyncio.sleep(_LOOK_S)

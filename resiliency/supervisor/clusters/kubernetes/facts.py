@@ -86,8 +86,9 @@ class Node:
         return UNTIL in self.annotations
 
     def may_return(self, wall: float) -> bool:
-        """Whether its quarantine is over and the node works."""
-        return self.is_ours and self.ready and wall >= _seconds(self.annotations[UNTIL])
+        """Whether its quarantine is over and the node works, or somebody has uncordoned it."""
+        is_over = self.ready and wall >= _seconds(self.annotations.get(UNTIL, ""))
+        return self.is_ours and (is_over or not self.cordoned)
 
 
 def pod_of(item: Mapping[str, Any]) -> Pod:

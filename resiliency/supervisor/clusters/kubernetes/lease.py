@@ -40,7 +40,8 @@ class KubernetesLease:
     on this one's. Every write carries the version that it was decided on, so of two that take it one is refused.
 
     Args:
-        name: of the Lease, in this process's own namespace. It is made when it is missing.
+        name: of the Lease, in this process's own namespace. The chart makes it; where it is missing it is made here,
+            which needs the right to.
         me: this holder's name, for people: the pod's.
         lease_s: its duration in seconds.
         loop: the event loop that the API is used on.
@@ -150,13 +151,14 @@ class KubernetesLease:
             made = self._ask("POST", self._all, body)
         else:
             body["metadata"]["resourceVersion"] = before.version
-            made = self._ask("PUT", self._path, body)
+            made = self._ask("PATCH", self._path, body)  # labels and annotations of others stay
         return None if made is None else _found(made)
 
     def _ask(self, verb: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """The server's answer; None when there is no such object, or it has changed meanwhile."""
+        kind = "application/merge-patch+json" if verb == "PATCH" else "application/json"
         try:
-            return self._on_loop(self._api.request(verb, path, body, give_up_s=max(1.0, self._lease_s / 2)))
+            return self._on_loop(self._api.request(verb, path, body, kind=kind, give_up_s=max(1.0, self._lease_s / 2)))
         except ApiUnavailable as error:
             raise StateUnavailable(str(error)) from error
         except ApiError as error:
