@@ -47,7 +47,8 @@ class Write:
 
 
 def wait_for(what: str, probe: Callable[[], T], *, timeout_s: float = 60, every_s: float = 0.1) -> T:
-    """What ``probe`` returns, once that is true; an error of the API or of a command counts as "not yet".
+    """What ``probe`` returns, once that is true; an error of the API or of a command, and a field that is not
+    there, count as "not yet".
 
     Raises:
         AssertionError: the time is over; says what was waited for, and the last answer.
@@ -59,7 +60,7 @@ def wait_for(what: str, probe: Callable[[], T], *, timeout_s: float = 60, every_
             if answer:
                 return answer
             said = repr(answer)
-        except (OSError, ApiError, CommandFailed) as error:
+        except (OSError, LookupError, ApiError, CommandFailed) as error:
             said = repr(error)
         assert monotonic() < deadline, f"{what}: not within {timeout_s} s; the last answer was {said}"
         sleep(every_s)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def control_plane(tools: Path) -> Iterator[Cluster]:
 
     Nothing may stop its processes: that is for a test with ``own_control_plane``.
     """
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex)
     with _started(Path(tempfile.gettempdir(), f"resiliency-kubernetes-{run}")) as cluster:
         yield cluster
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from tests.cluster.client import ApiError, Cluster, wait_for
+from tests.cluster.client import ApiError, Cluster, CommandFailed, wait_for
 from tests.cluster.tools import REPOSITORY
 from tests.processes import descendant_pids
 
@@ -42,6 +42,22 @@ class ProcessNode:
         """All processes of its pods, as this machine numbers them, and their parents up to the kubelet."""
         return descendant_pids(self._process.pid)
 
+    def run_in(self, namespace: str, pod: str, *command: str, timeout_s: float = 60) -> str:
+        """What a command prints in the first container of a pod, with its files and variables, as ``kubectl exec`` would.
+
+        Raises:
+            CommandFailed: it did not end with 0.
+        """
+        found = self._cluster.get(f"/api/v1/namespaces/{namespace}/pods/{pod}")
+        container = found["spec"]["containers"][0]["name"]
+        pid = (self.folder / found["metadata"]["uid"] / f"{container}.pid").read_text()
+        words = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        enter = ["nsenter", "--target", pid, "--mount", "--pid", "--uts", "env", "-i", *filter(None, words)]
+        done = subprocess.run([*enter, *command], capture_output=True, text=True, timeout=timeout_s)
+        if done.returncode:
+            raise CommandFailed(f"{' '.join(command)} in {pod} ended with {done.returncode}: {done.stderr}")
+        return done.stdout
+
     def kill(self) -> None:
         """All its processes are gone at once, and nobody is told. The API server finds out after 45 s."""
         if self._process.poll() is None:
@@ -52,10 +68,6 @@ class ProcessNode:
         """Kills it, and starts it with another boot id; pods that are still bound to it start again."""
         self.kill()
         self._process = self._start()
-
-    def close(self) -> None:
-        if self._process.poll() is None:
-            self.kill()
 
 
 class Rig:
@@ -103,7 +115,7 @@ class Rig:
     def close(self) -> None:
         """Ends its processes, and leaves the removal of its objects to the cluster."""
         for node in self._nodes:
-            node.close()
+            node.kill()
         for path in self._objects:
             with contextlib.suppress(ApiError):  # the test has removed it
                 self.cluster.request("DELETE", path, {"gracePeriodSeconds": 0})

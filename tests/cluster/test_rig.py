@@ -79,7 +79,12 @@ def test_a_ready_pod_has_a_name_in_others_and_loses_it_with_its_readiness(rig: R
     cluster, namespace = rig.cluster, rig.namespace()
     rig.node("n0")
     served = {"name": "served", "hostPath": {"path": str(tmp_path)}}
-    probe = {"httpGet": {"path": "/pod/served/ready", "port": "http"}, "periodSeconds": 1, "failureThreshold": 1}
+    probe = {
+        "httpGet": {"path": "/pod/served/ready", "port": "http"},
+        "initialDelaySeconds": 2,
+        "periodSeconds": 1,
+        "failureThreshold": 1,
+    }
     server = pod(
         namespace, "server", 'exec python3 -u -m http.server --bind $(POD_IP) 8000', ports=[{"name": "http", "containerPort": 8000}], readinessProbe=probe,
         env=[{"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
@@ -100,7 +105,7 @@ def test_a_ready_pod_has_a_name_in_others_and_loses_it_with_its_readiness(rig: R
 
     wait_for("both pods", lambda: len(cluster.pods(namespace)) == 2 and "names=" in log(cluster, namespace, "client"))
     wait_for("a probe", lambda: "404" in log(cluster, namespace, "server"))
-    assert last_count() == "0"
+    assert "names=4" not in log(cluster, namespace, "client")
     (tmp_path / "ready").touch()
     wait_for("names", lambda: last_count() == "4")
     (address,) = [address_in_pods(each["status"]["podIP"]) for each in cluster.pods(namespace, "app=server")]
@@ -175,6 +180,7 @@ def test_a_pod_has_its_identity_and_ends_in_good_order_when_it_is_deleted(rig: R
     me = cluster.request("POST", "/apis/authentication.k8s.io/v1/selfsubjectreviews", review, token=said("TOKEN=")[6:])
     assert me["status"]["userInfo"]["username"] == f"system:serviceaccount:{namespace}:default"
 
+    assert node.run_in(namespace, "host", "sh", "-c", "hostname; echo $NODE") == f"host\n{node.name}\n"
     cluster.kubectl("delete", "pod", "host", "-n", namespace)
     assert [path.read_text() for path in node.folder.glob("*/volumes/state/saved")] == ["saved\n"]
 
