@@ -85,10 +85,10 @@ class Host(asyncio.Protocol):
         if message["type"] != "Desired":
             return
         for ask in message["asks"]:
-            self.send({"type": "StepEnded", "plan": ask["plan"], "at": ask["at"], "epoch": ask["epoch"]})
+            self.send({"type": "StepEnded", "plan": ask["plan"], "at": ask["at"], "generation": ask["generation"]})
         place = message["place"]
         self.master = place["master"] if place else ""
-        if (place and place["epoch"]) != (self.place and self.place["epoch"]):
+        if (place and place["generation"]) != (self.place and self.place["generation"]):
             self.place, self.step = place, 0
             self.owner.placed(self)
             self.report()
@@ -106,7 +106,7 @@ class Host(asyncio.Protocol):
         self._number += 1
         ranks = []
         if place is not None:
-            self.step += bool(self.master) and self.owner.stalled != (place["workload"], place["epoch"])
+            self.step += bool(self.master) and self.owner.stalled != (place["workload"], place["generation"])
             first = place["node_rank"] * self.ranks
             ranks = [
                 {
@@ -129,7 +129,7 @@ class Host(asyncio.Protocol):
                 "type": "Report",
                 "number": self._number,
                 "workload": place["workload"] if place else "",
-                "epoch": place["epoch"] if place else 0,
+                "generation": place["generation"] if place else 0,
                 "master": "10.0.0.1:29500" if place and place["node_rank"] == 0 else "",
                 "ended": False,
                 "preempted": False,
@@ -142,7 +142,12 @@ class Host(asyncio.Protocol):
         place = self.place
         if place is None:
             return
-        one = {"kind": "WORKER_LOST", "host": self.name, "workload": place["workload"], "epoch": place["epoch"]}
+        one = {
+            "kind": "WORKER_LOST",
+            "host": self.name,
+            "workload": place["workload"],
+            "generation": place["generation"],
+        }
         one |= {"rank": place["node_rank"] * self.ranks, "device": "", "device_class": None, "detail": "signal 9"}
         self.send({"type": "Observed", "observations": [one]})
 
@@ -161,19 +166,19 @@ class Hosts:
     def __init__(self, period_s: float) -> None:
         self.period_s = period_s
         self.hosts: dict[str, Host] = {}
-        self.epochs: dict[str, int] = {}
+        self.generations: dict[str, int] = {}
         #: When a host was told of another place last, in monotonic seconds, which all processes of a machine share.
         self.told_s = 0.0
         #: Seconds from a report until it is known to be handled.
         self.times: list[float] = []
-        #: A workload and epoch that has lost a host, so that no rank of it makes a step.
+        #: A workload and generation that has lost a host, so that no rank of it makes a step.
         self.stalled: tuple[str, int] = ("", 0)
 
     def lost(self, host: Host) -> None:
         return
 
     def placed(self, host: Host) -> None:
-        self.epochs[host.name] = host.place["epoch"] if host.place else 0
+        self.generations[host.name] = host.place["generation"] if host.place else 0
         self.told_s = time.monotonic()
 
     async def begin(self, address: tuple[str, int], names: list[str], ranks: int) -> None:

@@ -41,7 +41,7 @@ class Figures:
         p50_s, p99_s: median and 99th percentile, in steady state, of the time from a report until its host knows that
             it was handled: network, queue and handling together.
         core: share of one core in steady state.
-        lost_s: from a host's end until its workload has an epoch without it.
+        lost_s: from a host's end until its workload has a generation without it.
         burst: number of ranks lost at once.
         burst_s: from their loss until every host of their workloads was told its new place.
     """
@@ -138,7 +138,7 @@ class _Cluster:
         return max(json.loads(line) for line in self.tell("told"))
 
     def places(self) -> dict[str, tuple[int, list[str], str]]:
-        return {one["name"]: (one["epoch"], one["hosts"], one["state"]) for one in self.status()["workloads"]}
+        return {one["name"]: (one["generation"], one["hosts"], one["state"]) for one in self.status()["workloads"]}
 
 
 def measure(
@@ -174,10 +174,10 @@ def _measure(cluster: _Cluster, steady_s: float, burst: int) -> Figures:
 
     places = cluster.places()
     victim = places["job-0"][1][1]
-    epoch = places["job-0"][0]
+    generation = places["job-0"][0]
     began_s = time.monotonic()
-    cluster.tell(f"kill {victim} job-0 {epoch}")
-    _until(lambda: cluster.places()["job-0"][0] > epoch, every_s=0.05)
+    cluster.tell(f"kill {victim} job-0 {generation}")
+    _until(lambda: cluster.places()["job-0"][0] > generation, every_s=0.05)
     lost_s = time.monotonic() - began_s
     _until(lambda: all(state == "running" for _, _, state in cluster.places().values()), every_s=0.5)
 
@@ -185,10 +185,10 @@ def _measure(cluster: _Cluster, steady_s: float, burst: int) -> Figures:
     all_hosts = [host for _, of_job, _ in places.values() for host in of_job]
     victims = all_hosts[:: max(1, len(all_hosts) // burst)][:burst]
     hit = {name for name, (_, of_job, _) in places.items() if set(of_job) & set(victims)}
-    epochs = {name: places[name][0] for name in hit}
+    generations = {name: places[name][0] for name in hit}
     began_s = time.monotonic()
     cluster.tell("lose " + " ".join(victims))
-    _until(lambda: all(cluster.places()[name][0] > epochs[name] for name in hit), every_s=0.5)
+    _until(lambda: all(cluster.places()[name][0] > generations[name] for name in hit), every_s=0.5)
     _until(lambda: all(state == "running" for _, _, state in cluster.places().values()), every_s=0.5)
     burst_s = cluster.told_s() - began_s
     return Figures(

@@ -95,9 +95,9 @@ class EventKind:
     HOST_LOST = "host_lost"  # lost_host, reason
     HOST_SWAPPED = "host_swapped"  # old, new: host names
     WORLD_RESIZED = "world_resized"  # old, new: number of hosts
-    #: The supervisor. Its events carry the epoch of the workload as their attempt.
+    #: The supervisor. Its events carry the generation of the workload as their attempt.
     SUPERVISOR_LEADS = "supervisor_leads"  # term
-    EPOCH_ADOPTED = "epoch_adopted"  # epoch; ranks ran that the supervisor's state did not know
+    GENERATION_ADOPTED = "generation_adopted"  # generation; ranks ran that the supervisor's state did not know
     HOST_STATE = "host_state"  # changed_host, state, reason
     WORKLOAD_STATE = "workload_state"  # state, reason
     INCIDENT_OPENED = "incident_opened"  # incident

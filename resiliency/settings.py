@@ -38,8 +38,8 @@ LAUNCHER_VARIABLE = "RESILIENCY_LAUNCHER"
 #: How often ``resiliency run`` has started this host's ranks before. Torch's own restart count omits restarts after a
 #: host joined or left.
 STARTS_VARIABLE = "RESILIENCY_LAUNCHER_STARTS"
-#: A supervisor's facts about a job: its name; the epoch, which counts as the attempt, from 1; the number of data
-#: parallel replicas in this epoch and in the previous one.
+#: A supervisor's facts about a job: its name; the generation of its ranks, which counts as the attempt, from 1; the
+#: number of data parallel replicas in this generation and in the previous one.
 JOB_VARIABLE = "RESILIENCY_JOB"
 ATTEMPT_VARIABLE = "RESILIENCY_ATTEMPT"
 REPLICAS_VARIABLE = "RESILIENCY_REPLICAS"

@@ -43,7 +43,7 @@ def fork_rank():
 
 def main():
     name, finished = sys.argv[-2:]
-    monitor, epoch, rank, beats = None, 0, None, 0
+    monitor, generation, rank, beats = None, 0, None, 0
     while True:
         if monitor is None:
             monitor = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -53,7 +53,7 @@ def main():
                 monitor = None
                 time.sleep(0.02)
                 continue
-            send(monitor, kind="waiting", epoch=epoch)
+            send(monitor, kind="waiting", generation=generation)
         readable, _, _ = select.select([monitor], [], [], 0.1)
         try:
             message = receive(monitor) if readable else {}
@@ -62,24 +62,24 @@ def main():
             if message.get("kind") == "completed":
                 os._exit(0)
             if message.get("kind") in ("place", "no_place") and rank is not None:
-                if message["kind"] == "no_place" or message["epoch"] > epoch:
+                if message["kind"] == "no_place" or message["generation"] > generation:
                     os.kill(rank, signal.SIGKILL)
                     os.waitpid(rank, 0)
                     rank = None
-            if message.get("kind") == "place" and message["epoch"] > epoch:
-                epoch, rank, beats = message["epoch"], fork_rank(), 0
-                send(monitor, kind="running", epoch=epoch, ranks={"0": [message["node_rank"], rank]})
+            if message.get("kind") == "place" and message["generation"] > generation:
+                generation, rank, beats = message["generation"], fork_rank(), 0
+                send(monitor, kind="running", generation=generation, ranks={"0": [message["node_rank"], rank]})
             if message.get("kind") == "save":
-                send(monitor, kind="saved", epoch=epoch, problem="nothing saves here")
+                send(monitor, kind="saved", generation=generation, problem="nothing saves here")
             if rank is not None and os.waitpid(rank, os.WNOHANG)[0]:
-                send(monitor, kind="lost", epoch=epoch, rank=0, signal=9)
+                send(monitor, kind="lost", generation=generation, rank=0, signal=9)
                 rank = None
             if rank is not None:
                 beats += 1
                 page = {"rank": 0, "beats": beats, "step": beats, "phase": "training", "watched": True}
-                send(monitor, kind="pages", epoch=epoch, ranks=[page])
+                send(monitor, kind="pages", generation=generation, ranks=[page])
                 if os.path.exists(finished):
-                    send(monitor, kind="ended", epoch=epoch)
+                    send(monitor, kind="ended", generation=generation)
         except OSError:
             monitor = None
 

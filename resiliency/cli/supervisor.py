@@ -293,13 +293,15 @@ def status(
         console.print("[bold red]frozen: more than half of the hosts are silent at once; nothing is done about any[/]")
     if found["dry_run"]:
         console.print("[yellow]dry run: nothing is carried out[/]")
-    workloads = _table("workload", "state", "for", "epoch", "step", "goodput", "replicas", "restarts", "what is done")
+    workloads = _table(
+        "workload", "state", "for", "generation", "step", "goodput", "replicas", "restarts", "what is done"
+    )
     for each in found["workloads"]:
         workloads.add_row(
             escape(each["name"]),
             _colored(each["state"]),
             _duration(each["for_s"]),
-            str(each["epoch"]),
+            str(each["generation"]),
             str(each["step"]) if each["step"] >= 0 else "",
             "" if each["goodput"] is None else f"{each['goodput']:.1%}",
             f"{each['replicas']}/{each['wanted_replicas']} (at least {each['min_replicas']})",
@@ -374,7 +376,7 @@ def explain(
     typer.echo(f"incident {found['number']} of {found['workload']}, since {_clock(found['opened_at'])}, {state}")
     typer.echo("seen:")
     for one in found["observations"]:
-        typer.echo(f"  {one['text']} (epoch {one['epoch']})")
+        typer.echo(f"  {one['text']} (generation {one['generation']})")
     if not found["plans"]:
         typer.echo("nothing was done" + (f": {found['outcome']}" if found["outcome"] else " so far"))
     for plan in found["plans"]:
@@ -463,7 +465,9 @@ def _table(*names: str) -> Any:
     table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
     for name in names:
         table.add_column(
-            name, justify="right" if name in ("for", "epoch", "step", "goodput", "node") else "left", overflow="fold"
+            name,
+            justify="right" if name in ("for", "generation", "step", "goodput", "node") else "left",
+            overflow="fold",
         )
     return table
 

@@ -23,7 +23,7 @@ class HostReports:
 
     def __init__(self, link: MonitorLink) -> None:
         self._link = link
-        self._epoch = 0
+        self._generation = 0
         self._ranks: dict[str, list[int]] = {}
         self._lost: set[int] = set()
         self._lost_peers: tuple[int, ...] = ()
@@ -31,7 +31,7 @@ class HostReports:
 
     @property
     def has_said_why(self) -> bool:
-        """True when a rank of this epoch was reported as lost, or as having lost a peer."""
+        """True when a rank of this generation was reported as lost, or as having lost a peer."""
         return bool(self._lost or self._lost_peers)
 
     def waiting(self, *, warm: bool) -> None:
@@ -39,12 +39,12 @@ class HostReports:
         much."""
         self._link.take_back("running")
         if not self._ended:
-            self._link.stand("waiting", Waiting(epoch=self._epoch, warm=warm))
+            self._link.stand("waiting", Waiting(generation=self._generation, warm=warm))
 
-    def started(self, epoch: int) -> None:
-        """Begins the reports of a new epoch, and withdraws those of the previous one."""
+    def started(self, generation: int) -> None:
+        """Begins the reports of a new generation, and withdraws those of the previous one."""
         self._link.take_back("waiting", "running", "lost_peers", "ended", *(("lost", rank) for rank in self._lost))
-        self._epoch, self._ended = epoch, False
+        self._generation, self._ended = generation, False
         self._ranks, self._lost, self._lost_peers = {}, set(), ()
 
     def running(self, ranks: Mapping[int, tuple[int, int]]) -> None:
@@ -52,12 +52,12 @@ class HostReports:
         found = {str(local): list(one) for local, one in ranks.items()}
         if found != self._ranks:
             self._ranks = found
-            self._link.stand("running", Running(epoch=self._epoch, ranks=found))
+            self._link.stand("running", Running(generation=self._generation, ranks=found))
 
     def lost(self, rank: int, code: int, *, reason: str = "", preempted: bool = False) -> None:
         """Reports a failed rank. Args: code: its exit code, or minus the signal that ended it."""
         message = Lost(
-            epoch=self._epoch,
+            generation=self._generation,
             rank=rank,
             exit_code=code if code >= 0 else None,
             signal=-code if code < 0 else None,
@@ -75,26 +75,26 @@ class HostReports:
             return
         self._lost_peers = found
         if found:
-            self._link.stand("lost_peers", LostPeers(epoch=self._epoch, ranks=found))
+            self._link.stand("lost_peers", LostPeers(generation=self._generation, ranks=found))
         else:
             self._link.take_back("lost_peers")
 
     def ended(self, *, preempted: bool) -> None:
         self._ended = True
         self._link.take_back("running", "lost_peers")
-        self._link.stand("ended", Ended(epoch=self._epoch, preempted=preempted))
+        self._link.stand("ended", Ended(generation=self._generation, preempted=preempted))
 
     def pages(self, seen: Mapping[int, Seen], *, now_s: float) -> None:
-        """Reports the progress of the ranks. A process kept from the previous epoch still shows that epoch's page until
-        it begins this one; until then zeros are reported for it.
+        """Reports the progress of the ranks. A process kept from the previous generation still shows that generation's
+        page until it begins this one; until then zeros are reported for it.
         """
-        ranks = [_page_of(rank, one, attempt=self._epoch - 1, now_s=now_s) for rank, one in sorted(seen.items())]
-        self._link.tell(Pages(epoch=self._epoch, ranks=tuple(ranks)))
+        ranks = [_page_of(rank, one, attempt=self._generation - 1, now_s=now_s) for rank, one in sorted(seen.items())]
+        self._link.tell(Pages(generation=self._generation, ranks=tuple(ranks)))
 
     def saved(self, *, problem: str = "") -> None:
         """Answers a request for a save. Args: problem: why it failed; "": every rank knows that the save is
         committed."""
-        self._link.tell(Saved(epoch=self._epoch, problem=problem))
+        self._link.tell(Saved(generation=self._generation, problem=problem))
 
 
 def _page_of(rank: int, seen: Seen, *, attempt: int, now_s: float) -> RankReport:

@@ -34,13 +34,13 @@ class Orders:
 
     @property
     def taken(self) -> int:
-        """The epoch whose ranks were started last; 0: none yet."""
-        return self.current.epoch if self.current is not None else 0
+        """The generation whose ranks were started last; 0: none yet."""
+        return self.current.generation if self.current is not None else 0
 
     @property
     def is_to_start(self) -> bool:
         """True when the newest place's ranks have not been started yet."""
-        return self.wish is Wish.PLACE and self.place is not None and self.place.epoch > self.taken
+        return self.wish is Wish.PLACE and self.place is not None and self.place.generation > self.taken
 
     @property
     def ends_ranks(self) -> bool:
@@ -48,15 +48,15 @@ class Orders:
         return self.is_to_start or self.wish in (Wish.NO_PLACE, Wish.COMPLETED)
 
     def give(self, place: Place) -> bool:
-        """Takes a place from the monitor; returns False, and changes nothing, when its epoch is older than the newest
-        one."""
-        newest = self.place.epoch if self.place is not None else 0
-        if place.epoch < newest:
+        """Takes a place from the monitor; returns False, and changes nothing, when its generation is older than the
+        newest one."""
+        newest = self.place.generation if self.place is not None else 0
+        if place.generation < newest:
             return False
-        if place.epoch > newest:
+        if place.generation > newest:
             self.place = place
-        elif self.place is not None and self.place.epoch > self.taken and place.master:
-            self.place = place  # the same epoch, now with the address of its store
+        elif self.place is not None and self.place.generation > self.taken and place.master:
+            self.place = place  # the same generation, now with the address of its store
         self.wish = Wish.PLACE
         return True
 

@@ -1,8 +1,8 @@
 """Torch's rendezvous where the host's monitor decides this launcher's place: ``--rdzv-backend supervised``.
 
-Hosts do not meet. A place names the node rank and the number of hosts; the launcher of node rank 0 makes the epoch's
-store and reports its address, which the others get from their monitors. This launcher waits for nobody but its monitor,
-so that a lost host holds nobody up.
+Hosts do not meet. A place names the node rank and the number of hosts; the launcher of node rank 0 makes the
+generation's store and reports its address, which the others get from their monitors. This launcher waits for nobody
+but its monitor, so that a lost host holds nobody up.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SupervisedRendezvous(RendezvousHandler):
         self.stores = AttemptStores(keep_s=_KEEP_STORES_S)
         self._run_id = run_id
         self._local_addr = local_addr
-        #: (epoch, store) that this host made last; None: none yet.
+        #: (generation, store) that this host made last; None: none yet.
         self._store: tuple[int, TCPStore] | None = None
 
     # -- torch's interface --------------------------------------------------------------------------------------------
@@ -135,7 +135,9 @@ class SupervisedRendezvous(RendezvousHandler):
     def _follow(self, message: FromMonitor) -> None:
         if isinstance(message, Place):
             if not self.orders.give(message):
-                logger.info("a place of epoch %d is older than the present one, and is ignored", message.epoch)
+                logger.info(
+                    "a place of generation %d is older than the present one, and is ignored", message.generation
+                )
         elif isinstance(message, NoPlace):
             self.orders.withdraw()
         elif isinstance(message, Completed):
@@ -146,15 +148,15 @@ class SupervisedRendezvous(RendezvousHandler):
             self.save_after = message.step
 
     def _make_store(self, place: Place) -> None:
-        """Makes and reports the epoch's store at once, while ranks of the previous epoch still leave: other hosts wait
-        for it."""
-        if self._store is not None and self._store[0] == place.epoch:
+        """Makes and reports the generation's store at once, while ranks of the previous generation still leave: other
+        hosts wait for it."""
+        if self._store is not None and self._store[0] == place.generation:
             return
-        self._store = place.epoch, self.stores.make()
+        self._store = place.generation, self.stores.make()
         address = self._address()
         address = f"[{address}]" if ":" in address else address
         where = f"{address}:{self._store[1].port}"
-        self.link.stand("master", Master(epoch=place.epoch, address=where))
+        self.link.stand("master", Master(generation=place.generation, address=where))
 
     def _address(self) -> str:
         if self._local_addr is None:

@@ -50,8 +50,8 @@ __all__ = ["SupervisedAgent"]
 
 logger = logging.getLogger(__name__)
 
-#: Torch counts restarts down from this number; the difference gives the epoch.
-_MOST_EPOCHS = 2**31 - 1
+#: Torch counts restarts down from this number; the difference gives the generation.
+_MOST_GENERATIONS = 2**31 - 1
 #: Most seconds between two looks at the ranks' progress while a wanted save is awaited; otherwise REPORT_S.
 _SAVED_S = 0.1
 #: Most seconds until a wait looks again, whatever it waits for.
@@ -76,7 +76,7 @@ class SupervisedAgent(StandbyAgent):
         assert isinstance(spec.rdzv_handler, SupervisedRendezvous)
         self._monitor = spec.rdzv_handler
         self._monitor.stores.keep_s = self._stores.keep_s
-        spec.max_restarts = self._remaining_restarts = _MOST_EPOCHS
+        spec.max_restarts = self._remaining_restarts = _MOST_GENERATIONS
         self._reports = HostReports(self._monitor.link)
         self._sights = RankSights(self._links)
         self._report_at_s = self._stacks_at_s = -math.inf
@@ -136,7 +136,7 @@ class SupervisedAgent(StandbyAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._wait_for_place()
         super()._rendezvous(worker_group)
-        self._remaining_restarts = _MOST_EPOCHS - (self._place.epoch - 1)
+        self._remaining_restarts = _MOST_GENERATIONS - (self._place.generation - 1)
 
     @property
     def _place(self) -> Place:
@@ -202,7 +202,7 @@ class SupervisedAgent(StandbyAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.preempted, self._saves_after = False, None
-        self._reports.started(self._place.epoch)
+        self._reports.started(self._place.generation)
         ids = super()._start_workers(worker_group)
         self._say_running()
         return ids
@@ -211,9 +211,9 @@ class SupervisedAgent(StandbyAgent):
         place = self._place
         return {
             **super()._variables(),
-            STARTS_VARIABLE: str(place.epoch - 1),  # the same on all hosts
+            STARTS_VARIABLE: str(place.generation - 1),  # the same on all hosts
             JOB_VARIABLE: place.workload,
-            ATTEMPT_VARIABLE: str(place.epoch),
+            ATTEMPT_VARIABLE: str(place.generation),
             REPLICAS_VARIABLE: str(place.replicas),
             REPLICAS_BEFORE_VARIABLE: str(place.replicas_before),
         }

@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 #: Share of a step's timeout that its work may take; the rest is left for the answer to arrive in time.
 _SHARE = 0.8
 _LONGEST_DETAIL = 1000
-#: Number of the plan, index of the step, and epoch of the plan.
+#: Number of the plan, index of the step, and generation of the plan.
 _Key = tuple[int, int, int]
 
 
 def _key(ask: Ask) -> _Key:
-    return ask.plan, ask.at, ask.epoch
+    return ask.plan, ask.at, ask.generation
 
 
 class NotYet(Exception):
@@ -86,7 +86,7 @@ class Asks:
         if ask.kind is StepKind.VERIFY:
             self._checked[key] = problem
         elif self._is_kept(ask.kind):
-            self._state.remember_ask(AskMemory(plan=ask.plan, at=ask.at, epoch=ask.epoch, problem=problem))
+            self._state.remember_ask(AskMemory(plan=ask.plan, at=ask.at, generation=ask.generation, problem=problem))
             self._save()
         if problem:
             logger.warning("%s, asked for by plan %d, was not done: %s", ask.kind, ask.plan, problem)
@@ -98,7 +98,7 @@ class Asks:
         if carry_out is None:
             return f"a host does not do {ask.kind}"
         if self._is_kept(ask.kind):
-            self._state.remember_ask(AskMemory(plan=ask.plan, at=ask.at, epoch=ask.epoch))
+            self._state.remember_ask(AskMemory(plan=ask.plan, at=ask.at, generation=ask.generation))
             if not self._save():
                 return "not begun: the monitor cannot write its state file"
         within_s = max(0.0, ask.timeout_s * _SHARE)
@@ -120,7 +120,7 @@ class Asks:
         return kind in (StepKind.CHECKPOINT, StepKind.RESET_DEVICES, StepKind.SIGNAL)
 
     def _say(self, key: _Key, problem: str) -> None:
-        self._answer(StepEnded(plan=key[0], at=key[1], epoch=key[2], problem=problem))
+        self._answer(StepEnded(plan=key[0], at=key[1], generation=key[2], problem=problem))
 
     async def close(self) -> None:
         """Cancels the steps that run, and waits until they have ended."""

@@ -5,8 +5,9 @@ It starts one launcher, keeps it running, gives it the place that the supervisor
 to ranks and devices. Training does not need it: when it is killed, the launcher and its ranks run on, and the next
 monitor of the same state folder takes them over.
 
-An epoch is given to one launcher, once. When that launcher has ended, or was told to leave the epoch, the monitor
-reports its ranks as lost until the supervisor names another epoch, so that two launchers never have ranks of one place.
+A generation is given to one launcher, once. When that launcher has ended, or was told to leave the generation, the
+monitor reports its ranks as lost until the supervisor names another generation, so that two launchers never have ranks
+of one place.
 """
 
 from __future__ import annotations
@@ -105,10 +106,10 @@ _LONGEST_DEVICE, _MOST_XIDS, _ON_PURPOSE = 64, 10_000, "injected fault"
 
 @dataclass(kw_only=True)
 class _Seen:
-    """What the present launcher has reported of its epoch."""
+    """What the present launcher has reported of its generation."""
 
     workload: str = ""
-    epoch: int = 0
+    generation: int = 0
     master: str = ""
     ended: bool = False
     preempted: bool = False
@@ -287,7 +288,7 @@ class HostMonitor:
             self._save()
         for given in self._state.given.values():
             if given.launcher == known and not given.withdrawn:
-                self._seen = _Seen(workload=given.workload, epoch=given.epoch)
+                self._seen = _Seen(workload=given.workload, generation=given.generation)
 
     def _start_launcher(self) -> None:
         command = [self._folder.socket_name if word == "{endpoint}" else word for word in self._settings.command]
@@ -380,7 +381,7 @@ class HostMonitor:
                 self._start_launcher()
                 launcher = self._launcher
             if launcher is None:
-                self._notice_lost_epoch()
+                self._notice_lost_generation()
                 return
         if self._want is None:
             return  # the present state stays until a supervisor says otherwise
@@ -409,22 +410,22 @@ class HostMonitor:
             if given.launcher == launcher.identity and not given.withdrawn:
                 self._state.give(replace(given, withdrawn=True))
                 self._save()
-        if self._seen.epoch:
+        if self._seen.generation:
             self._see_anew(_Seen())
             self._connection.say_soon()
         self._tell(NoPlace())
 
     async def _place(self, launcher: LauncherProcess, place: Place) -> None:
         given = self._state.given.get(place.workload)
-        if given is not None and place.epoch < given.epoch:
-            if self._complain(place, f"epoch {given.epoch} was given to this host already"):
+        if given is not None and place.generation < given.generation:
+            if self._complain(place, f"generation {given.generation} was given to this host already"):
                 self._connection.say_soon()
             return
-        if given is None or place.epoch > given.epoch:
+        if given is None or place.generation > given.generation:
             mine = [one for one in self._state.given.values() if one.launcher == launcher.identity]
-            # A launcher does not know other workloads; their epochs are counted independently.
+            # A launcher does not know other workloads; their generations are counted independently.
             if (place.fresh and mine) or any(one.workload != place.workload for one in mine):
-                logger.info("epoch %d of %s wants a fresh launcher", place.epoch, place.workload)
+                logger.info("generation %d of %s wants a fresh launcher", place.generation, place.workload)
                 self._link.drop_launcher()
                 await launcher.end(self._settings.grace_s)
                 self._launcher_was_replaced(launcher)
@@ -433,19 +434,25 @@ class HostMonitor:
                 return  # it is told once it has connected
             given = Given(
                 workload=place.workload,
-                epoch=place.epoch,
+                generation=place.generation,
                 launcher=launcher.identity,
                 node_rank=place.node_rank,
                 nodes=place.nodes,
             )
             self._state.give(given)
             self._save()
-            self._see_anew(_Seen(workload=place.workload, epoch=place.epoch))
-            self._outbox.epoch_is(place.workload, place.epoch)
-            logger.info("epoch %d of %s: node rank %d of %d", place.epoch, place.workload, place.node_rank, place.nodes)
+            self._see_anew(_Seen(workload=place.workload, generation=place.generation))
+            self._outbox.generation_is(place.workload, place.generation)
+            logger.info(
+                "generation %d of %s: node rank %d of %d",
+                place.generation,
+                place.workload,
+                place.node_rank,
+                place.nodes,
+            )
             self._connection.say_soon()
         elif given.launcher != launcher.identity or given.withdrawn:
-            self._notice_lost_epoch()
+            self._notice_lost_generation()
             return
         own = self._seen.master if place.node_rank == 0 else ""
         self._tell(replace(place, master=place.master or own))
@@ -491,17 +498,19 @@ class HostMonitor:
         self._deaths, self._not_before_s = 0, 0.0
         self._changed.set()
 
-    def _notice_lost_epoch(self) -> None:
-        """Reports the ranks of the wanted epoch as lost if its launcher is gone or has left that epoch: they never
-        train again."""
+    def _notice_lost_generation(self) -> None:
+        """Reports the ranks of the wanted generation as lost if its launcher is gone or has left that generation: they
+        never train again."""
         place = None if self._want is None else self._want.place
         given = None if place is None else self._state.given.get(place.workload)
-        if place is None or given is None or given.epoch != place.epoch:
+        if place is None or given is None or given.generation != place.generation:
             return
         if self._launcher is not None and given.launcher == self._launcher.identity and not given.withdrawn:
             return
         known = (one for one in self._outbox.kept if one.kind is ObservationKind.WORKER_LOST)
-        if self._asking_kernel or any(one.workload == place.workload and one.epoch == place.epoch for one in known):
+        if self._asking_kernel or any(
+            one.workload == place.workload and one.generation == place.generation for one in known
+        ):
             return
         why = "they were told to leave it" if given.withdrawn else "their launcher is gone"
         self._observe(
@@ -509,18 +518,18 @@ class HostMonitor:
                 kind=ObservationKind.WORKER_LOST,
                 host=self._settings.host,
                 workload=place.workload,
-                epoch=place.epoch,
-                detail=f"ranks of this epoch are lost: {why}",
+                generation=place.generation,
+                detail=f"ranks of this generation are lost: {why}",
             )
         )
 
     def _complain(self, place: Place, why: str) -> bool:
         """Logs that a place is refused. Returns False when that was logged before."""
-        key = place.workload, place.epoch, why
+        key = place.workload, place.generation, why
         if key in self._complained:
             return False
         self._complained.add(key)
-        logger.error("epoch %d of %s is not obeyed: %s", place.epoch, place.workload, why)
+        logger.error("generation %d of %s is not obeyed: %s", place.generation, place.workload, why)
         return True
 
     def _see_anew(self, seen: _Seen) -> None:
@@ -547,13 +556,13 @@ class HostMonitor:
     def _report(self) -> Report:
         self._number += 1
         seen = self._seen
-        workload, epoch = (seen.workload, seen.epoch) if seen.epoch else self._refused_for()
+        workload, generation = (seen.workload, seen.generation) if seen.generation else self._refused_for()
         given = self._state.given.get(seen.workload)
-        has_place = given is not None and seen.epoch == given.epoch and not given.withdrawn
+        has_place = given is not None and seen.generation == given.generation and not given.withdrawn
         return Report(
             number=self._number,
             workload=workload,
-            epoch=epoch,
+            generation=generation,
             master=seen.master,
             ended=seen.ended,
             preempted=seen.preempted,
@@ -565,13 +574,13 @@ class HostMonitor:
         )
 
     def _refused_for(self) -> tuple[str, int]:
-        """The workload and epoch that made this host refuse the older epoch it was given, to be reported to the
-        supervisor; "" and 0 when it refuses none."""
+        """The workload and generation that made this host refuse the older generation it was given, to be reported to
+        the supervisor; "" and 0 when it refuses none."""
         place = None if self._want is None else self._want.place
         given = None if place is None else self._state.given.get(place.workload)
-        if place is None or given is None or place.epoch >= given.epoch:
+        if place is None or given is None or place.generation >= given.generation:
             return "", 0
-        return given.workload, given.epoch
+        return given.workload, given.generation
 
     def _is_taken(self) -> None:
         self._says_faults = True
@@ -623,8 +632,10 @@ class HostMonitor:
         if isinstance(message, Waiting):
             self._hears_waiting(message)
             return
-        if message.epoch != self._seen.epoch or not self._seen.epoch:
-            logger.debug("the launcher speaks of epoch %d, which is over: %s", message.epoch, type(message).__name__)
+        if message.generation != self._seen.generation or not self._seen.generation:
+            logger.debug(
+                "the launcher speaks of generation %d, which is over: %s", message.generation, type(message).__name__
+            )
             return
         if isinstance(message, Pages):
             self._seen.pages = message.ranks
@@ -643,15 +654,15 @@ class HostMonitor:
         self._connection.say_soon()
 
     def _hears_waiting(self, message: Waiting) -> None:
-        """The launcher waits without ranks. If it had ranks of this epoch and no loss was reported, reports them as
-        lost: an earlier monitor, which was killed, may have heard why."""
+        """The launcher waits without ranks. If it had ranks of this generation and no loss was reported, reports them
+        as lost: an earlier monitor, which was killed, may have heard why."""
         seen = self._seen
-        if message.epoch and message.epoch == seen.epoch and not seen.ended:
+        if message.generation and message.generation == seen.generation and not seen.ended:
             seen.running.clear()
             seen.pages = ()
-            said = any(one.workload == seen.workload and one.epoch == seen.epoch for one in self._outbox.kept)
+            said = any(one.workload == seen.workload and one.generation == seen.generation for one in self._outbox.kept)
             if self._lost_peers is None and not said and not self._asking_kernel:
-                self._lost(seen, None, "the launcher has no ranks of this epoch any more")
+                self._lost(seen, None, "the launcher has no ranks of this generation any more")
         self._changed.set()
 
     def _hears_running(self, message: Running) -> None:
@@ -695,22 +706,22 @@ class HostMonitor:
         """The host of a lost peer reports why. If no host does, this one reports it after a delay; otherwise the job
         would wait in vain."""
         if self._lost_peers is None:
-            epoch = self._seen.epoch
+            generation = self._seen.generation
             ranks = ", ".join(map(str, message.ranks[:16]))
             loop = asyncio.get_running_loop()
-            self._lost_peers = loop.call_later(_LOST_PEERS_S, self._nobody_was_lost, epoch, ranks)
+            self._lost_peers = loop.call_later(_LOST_PEERS_S, self._nobody_was_lost, generation, ranks)
 
-    def _nobody_was_lost(self, epoch: int, ranks: str) -> None:
+    def _nobody_was_lost(self, generation: int, ranks: str) -> None:
         self._lost_peers = None
         seen = self._seen
-        if seen.epoch != epoch:
+        if seen.generation != generation:
             return
         self._observe(
             Observation(
                 kind=ObservationKind.NO_PROGRESS,
                 host=self._settings.host,
                 workload=seen.workload,
-                epoch=epoch,
+                generation=generation,
                 detail=f"ranks {ranks} have lost a peer, and no host has reported a lost rank",
             )
         )
@@ -721,7 +732,7 @@ class HostMonitor:
                 kind=ObservationKind.WORKER_LOST,
                 host=self._settings.host,
                 workload=seen.workload,
-                epoch=seen.epoch,
+                generation=seen.generation,
                 rank=rank,
                 detail=detail[:_LONGEST_REASON],
             )

@@ -21,7 +21,8 @@ _BATCH, _MOST_BYTES, _BYTES_OF_A_LETTER, _BYTES_OF_A_REST = 64, 128 * 1024, 12, 
 class Outbox:
     """Keeps observations until they need not be sent again. Thread: one.
 
-    An observation of an epoch is sent on every new connection until the epoch is over: a supervisor that was killed may
+    An observation of a generation is sent on every new connection until the generation is over: a supervisor that was
+        killed may
     have received it and not stored it, and one that has stored it does not count it twice. An observation of the host
     alone is sent again only until a supervisor has confirmed it.
     """
@@ -35,7 +36,9 @@ class Outbox:
 
     def add(self, one: Observation) -> bool:
         """Adds an observation to send. Returns False when it is known already."""
-        if one.workload and any(known.identity == one.identity and known.epoch == one.epoch for known in self._kept):
+        if one.workload and any(
+            known.identity == one.identity and known.generation == one.generation for known in self._kept
+        ):
             return False
         self._kept.append(one)
         self._unsent.append(one)
@@ -47,11 +50,11 @@ class Outbox:
                 logger.error("the supervisor is away, and more than %d observations wait; the oldest are lost", _MOST)
         return True
 
-    def epoch_is(self, workload: str, epoch: int) -> None:
-        """Forgets the observations of epochs that are over."""
+    def generation_is(self, workload: str, generation: int) -> None:
+        """Forgets the observations of generations that are over."""
 
         def holds(one: Observation) -> bool:
-            return not one.workload or (one.workload == workload and one.epoch >= epoch)
+            return not one.workload or (one.workload == workload and one.generation >= generation)
 
         self._kept = [one for one in self._kept if holds(one)]
         self._unsent = [one for one in self._unsent if holds(one)]

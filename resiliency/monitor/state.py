@@ -45,7 +45,7 @@ class LauncherId:
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """The newest epoch of a workload that a launcher of this host was given. Each epoch is given once.
+    """The newest generation of a workload that a launcher of this host was given. Each generation is given once.
 
     Attributes:
         withdrawn: the launcher was told afterwards to have no ranks.
@@ -53,7 +53,7 @@ class Given:
     """
 
     workload: str
-    epoch: int
+    generation: int
     launcher: LauncherId
     withdrawn: bool = False
     node_rank: int = -1
@@ -70,7 +70,7 @@ class AskMemory:
 
     plan: int
     at: int
-    epoch: int = 0
+    generation: int = 0
     problem: str | None = None
 
 
@@ -124,8 +124,8 @@ class MonitorState:
         _shorten(self.given, _MOST_WORKLOADS)
 
     def remember_ask(self, one: AskMemory) -> None:
-        self.asks.pop((one.plan, one.at, one.epoch), None)
-        self.asks[one.plan, one.at, one.epoch] = one
+        self.asks.pop((one.plan, one.at, one.generation), None)
+        self.asks[one.plan, one.at, one.generation] = one
         _shorten(self.asks, _MOST_ASKS)
 
     def add_fault(self, one: Fault) -> None:
@@ -206,7 +206,7 @@ class StateFolder:
             launcher=found.launcher,
             ranks=found.ranks,
             given={one.workload: one for one in found.given},
-            asks={(one.plan, one.at, one.epoch): one for one in found.asks},
+            asks={(one.plan, one.at, one.generation): one for one in found.asks},
             faults=[one for one in found.faults if one.boot == here],
             cursors=dict(tuple(text.split("=", 1)) for text in found.cursors if "=" in text),  # type: ignore[misc]
         )

@@ -212,7 +212,7 @@ def _variables(plan: Plan, workload: Workload) -> dict[str, str]:
         "RESILIENCY_INCIDENT": str(plan.incident),
         "RESILIENCY_REMEDY": str(plan.remedy.kind),
         "RESILIENCY_REASON": plan.remedy.reason,
-        "RESILIENCY_EPOCH": str(plan.epoch),
+        "RESILIENCY_GENERATION": str(plan.generation),
         "RESILIENCY_HOSTS": ",".join(plan.places),
         "RESILIENCY_HOSTS_OUT": ",".join(plan.remedy.out),
         "RESILIENCY_REPLICAS": str(len(plan.places) // workload.spec.hosts_per_replica),

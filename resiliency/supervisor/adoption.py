@@ -1,9 +1,9 @@
 """Lets a supervisor take over ranks that run and that its state does not know. Pure: no input, no output, no clock.
 
 The state of a supervisor can be lost, or be that of an earlier leadership: each replica on Kubernetes has a file of its
-own, which dies with its pod. The ranks themselves do not need it, and their hosts know all that matters: which epoch
-they have, and which node rank of it. When a whole epoch is reported that is newer than the stored one, it becomes the
-present one, and training notices nothing.
+own, which dies with its pod. The ranks do not need it, and their hosts know all that matters: their generation, and
+their node rank in it. When a whole generation is reported that is newer than the stored one, it becomes the present
+one, and training notices nothing.
 
 Until that is clear, for a heartbeat timeout and a period after the supervisor has begun to lead, such hosts are told
 nothing, and nothing is decided about their job.
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from resiliency.runtime.messages.monitor import Report
 
-__all__ = ["Adoption", "RunningEpoch"]
+__all__ = ["Adoption", "RunningGeneration"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunningEpoch:
+class RunningGeneration:
     """Ranks that run.
 
     Attributes:
@@ -28,28 +28,28 @@ class RunningEpoch:
     """
 
     workload: str
-    epoch: int
+    generation: int
     places: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
     workload: str
-    epoch: int
+    generation: int
     node_rank: int
     nodes: int
 
 
 class Adoption:
-    """Collects what hosts report of epochs that are not stored. Thread: one.
+    """Collects what hosts report of generations that are not stored. Thread: one.
 
     Args:
-        epochs: the stored epoch of each workload; 0: there is none.
+        generations: the stored generation of each workload; 0: there is none.
         until_s: when it is over, in monotonic seconds.
     """
 
-    def __init__(self, epochs: Mapping[str, int], until_s: float) -> None:
-        self._epochs, self.until_s = dict(epochs), until_s
+    def __init__(self, generations: Mapping[str, int], until_s: float) -> None:
+        self._generations, self.until_s = dict(generations), until_s
         self._places: dict[str, _Place] = {}
         #: Hosts that have obeyed an earlier supervisor, and have not reported to this one.
         self._mute: set[str] = set()
@@ -61,28 +61,30 @@ class Adoption:
             self._have_obeyed = True
             self._mute.add(host)
 
-    def reported(self, host: str, report: Report) -> RunningEpoch | None:
-        """Takes a report. Returns the newest epoch of its workload once all its hosts have reported it."""
+    def reported(self, host: str, report: Report) -> RunningGeneration | None:
+        """Takes a report. Returns the newest generation of its workload once all its hosts have reported it."""
         self._mute.discard(host)
         self._places.pop(host, None)
-        if report.node_rank < 0 or report.epoch <= self._epochs.get(report.workload, report.epoch):
+        if report.node_rank < 0 or report.generation <= self._generations.get(report.workload, report.generation):
             return None
         self._places[host] = _Place(
-            workload=report.workload, epoch=report.epoch, node_rank=report.node_rank, nodes=report.nodes
+            workload=report.workload, generation=report.generation, node_rank=report.node_rank, nodes=report.nodes
         )
-        newest = max(one.epoch for one in self._places.values() if one.workload == report.workload)
+        newest = max(one.generation for one in self._places.values() if one.workload == report.workload)
         hosts = {
             one.node_rank: name
             for name, one in self._places.items()
-            if (one.workload, one.epoch, one.nodes) == (report.workload, newest, report.nodes)
+            if (one.workload, one.generation, one.nodes) == (report.workload, newest, report.nodes)
         }
-        if report.epoch != newest or hosts.keys() != set(range(report.nodes)):
+        if report.generation != newest or hosts.keys() != set(range(report.nodes)):
             return None
-        return RunningEpoch(workload=report.workload, epoch=newest, places=tuple(hosts[each] for each in sorted(hosts)))
+        return RunningGeneration(
+            workload=report.workload, generation=newest, places=tuple(hosts[each] for each in sorted(hosts))
+        )
 
-    def adopted(self, found: RunningEpoch) -> None:
-        """The epoch is the workload's now."""
-        self._epochs[found.workload] = found.epoch
+    def adopted(self, found: RunningGeneration) -> None:
+        """The generation is the workload's now."""
+        self._generations[found.workload] = found.generation
         for host in found.places:
             self._places.pop(host, None)
 
@@ -94,5 +96,5 @@ class Adoption:
         """Whether nothing may be decided about the workload yet: it may have ranks that are not known here."""
         if now_s >= self.until_s:
             return False
-        is_new = not self._epochs.get(name, 1)
+        is_new = not self._generations.get(name, 1)
         return (is_new and self._have_obeyed) or any(one.workload == name for one in self._places.values())

@@ -1,9 +1,9 @@
 """Decides what is done about failures: observations become incidents, incidents become plans, and plans give hosts
 their places. Pure: no input, no output, no clock.
 
-Everything is decided from what is true now (which hosts are ready, which epoch a host reports), never from what a
+Everything is decided from what is true now (which hosts are ready, which generation a host reports), never from what a
 message said once, so that a supervisor that was killed goes on by looking. A workload has at most one plan at a time.
-Each set of places has an epoch of its own, and reports of another epoch are ignored.
+Each set of places has a generation of its own, and reports of another generation are ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from resiliency.runtime.messages.launcher import REPORT_S
 from resiliency.runtime.messages.monitor import StepKind
 from resiliency.runtime.messages.observations import DeviceClass, Observation, ObservationKind
 from resiliency.runtime.messages.places import Place
-from resiliency.supervisor.adoption import RunningEpoch
+from resiliency.supervisor.adoption import RunningGeneration
 from resiliency.supervisor.model import (
     HostState,
     Incident,
@@ -40,8 +40,8 @@ __all__ = ["Changes", "Controller", "ControllerSettings"]
 
 logger = logging.getLogger(__name__)
 
-#: A host that reports a larger epoch than this is not believed.
-_MOST_EPOCH = 1 << 30
+#: A host that reports a larger generation than this is not believed.
+_MOST_GENERATION = 1 << 30
 #: Most observations that are kept of one incident, and of one host within it. Thousands of ranks can be lost at once
 #: with a rack, but not with one host.
 _MOST_OBSERVATIONS, _MOST_OF_A_HOST = 8192, 256
@@ -53,7 +53,7 @@ _MOST_CLOSED, _SLACK = 2000, 200
 _GOODPUT_S = 60.0
 
 
-#: An epoch counts as started when a rank is this many steps past the first step reported, even if other ranks have
+#: A generation counts as started when a rank is this many steps past the first step reported, even if other ranks have
 #: reported none. Ranks that train together cannot be so far apart, so the others may be unable to report steps.
 _STEPS_AHEAD = 3
 
@@ -95,7 +95,7 @@ class Changes:
 
 @dataclass(kw_only=True)
 class _Seen:
-    """What hosts have reported of a workload's present epoch. Not stored, because hosts report it again.
+    """What hosts have reported of a workload's present generation. Not stored, because hosts report it again.
 
     Attributes:
         placed: hosts that know their places.
@@ -108,7 +108,7 @@ class _Seen:
         paced_step, paced_s: the step and the time from which ``steps_per_s`` is counted.
     """
 
-    epoch: int = 0
+    generation: int = 0
     placed: set[str] = field(default_factory=set)
     ended: set[str] = field(default_factory=set)
     stepped: set[str] = field(default_factory=set)
@@ -159,8 +159,8 @@ class Controller:
         self._changes = Changes()
         self._last_number = 0
         self._restored_s = -1e9
-        #: Highest epoch that hosts report, by workload, where it is higher than the stored one: the state file was lost
-        #: or an old copy was put back. Not stored, because hosts report it again.
+        #: Highest generation that hosts report, by workload, where it is higher than the stored one: the state file
+        #: was lost or an old copy was put back. Not stored, because hosts report it again.
         self._had: dict[str, int] = {}
         self._noted: dict[int, _Noted] = {}
         #: Hosts that are ready and have no place, and the versions that this list was computed from.
@@ -237,8 +237,8 @@ class Controller:
         """
         known = self._workloads.get(spec.name)
         if known is None or known.state.has_ended:
-            epoch = 0 if known is None else known.epoch
-            self._set(Workload(spec=spec, epoch=epoch, since_s=now_s))
+            generation = 0 if known is None else known.generation
+            self._set(Workload(spec=spec, generation=generation, since_s=now_s))
             return
         if known.places and spec.hosts_per_replica != known.spec.hosts_per_replica:
             raise ConfigError(
@@ -248,28 +248,28 @@ class Controller:
         if known.spec != spec:
             self._set(replace(known, spec=spec))
 
-    def adopt(self, found: RunningEpoch, now_s: float, wall: float) -> bool:
+    def adopt(self, found: RunningGeneration, now_s: float, wall: float) -> bool:
         """Takes ranks that run for those of the workload. Returns False when they do not fit its specification."""
         workload = self._workloads.get(found.workload)
-        if workload is None or not workload.epoch < found.epoch <= _MOST_EPOCH:
+        if workload is None or not workload.generation < found.generation <= _MOST_GENERATION:
             return False
         if not found.places or len(found.places) % workload.spec.hosts_per_replica:
             return False
         if workload.plan is not None:
-            self._end_plan(self._plans[workload.plan], Outcome.OVERTAKEN, "ranks of a later epoch run", now_s)
-        self._close(self._workloads[found.workload], "ranks of a later epoch run", now_s, wall)
+            self._end_plan(self._plans[workload.plan], Outcome.OVERTAKEN, "ranks of a later generation run", now_s)
+        self._close(self._workloads[found.workload], "ranks of a later generation run", now_s, wall)
         logger.warning(
-            "%s: epoch %d runs on %s, and is taken over; the state here had epoch %d",
+            "%s: generation %d runs on %s, and is taken over; the state here had generation %d",
             found.workload,
-            found.epoch,
+            found.generation,
             ", ".join(found.places),
-            workload.epoch,
+            workload.generation,
         )
         self._set(
             replace(
                 self._workloads[found.workload],
                 state=WorkloadState.RUNNING,
-                epoch=found.epoch,
+                generation=found.generation,
                 places=found.places,
                 fresh=False,
                 replace=(),
@@ -297,30 +297,30 @@ class Controller:
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
-    def heard_of_epoch(self, host: str, name: str, epoch: int) -> None:
-        """A host has had ranks of a higher epoch than is known here: the state file was lost, or an older copy of it
-        was put back. Later epochs are numbered above it, because monitors do not obey a lower one."""
+    def heard_of_generation(self, host: str, name: str, generation: int) -> None:
+        """A host has had ranks of a higher generation than is known here: the state file was lost, or an older copy of
+        it was put back. Later generations are numbered above it, because monitors do not obey a lower one."""
         workload = self._workloads.get(name)
-        if workload is None or epoch <= max(workload.epoch, self._had.get(name, 0)):
+        if workload is None or generation <= max(workload.generation, self._had.get(name, 0)):
             return
-        if epoch > _MOST_EPOCH or (workload.places and host not in workload.places):
-            self.refused["epoch"] += 1
+        if generation > _MOST_GENERATION or (workload.places and host not in workload.places):
+            self.refused["generation"] += 1
             return
         logger.warning(
-            "%s: %s has had epoch %d, and %d is the last one known here: the state file is a new one, or an old copy."
-            " The next epoch will be above it",
+            "%s: %s has had generation %d, and %d is the last one known here: the state file is a new one, or an old"
+            " copy. The next generation will be above it",
             name,
             host,
-            epoch,
-            workload.epoch,
+            generation,
+            workload.generation,
         )
-        self._had[name] = epoch
+        self._had[name] = generation
 
     def reported(
         self,
         host: str,
         workload: str,
-        epoch: int,
+        generation: int,
         now_s: float,
         *,
         step: int = -1,
@@ -332,17 +332,17 @@ class Controller:
 
         Args:
             age_s: age of the step when the host's launcher looked, which may have been up to ``REPORT_S`` ago.
-            counts_steps: ``step`` is the optimizer's, which an epoch continues from the last saved step of the one
+            counts_steps: ``step`` is the optimizer's, which a generation continues from the last saved step of the one
                 before.
         """
         known = self._workloads.get(workload)
-        if known is None or known.epoch != epoch:
-            self.refused["epoch"] += 1
+        if known is None or known.generation != generation:
+            self.refused["generation"] += 1
             return
         seen = self._seen_of(known)
         if host not in seen.placed:
             if host not in known.places:
-                self.refused["epoch"] += 1
+                self.refused["generation"] += 1
                 return
             seen.placed.add(host)
         if ended:
@@ -352,7 +352,7 @@ class Controller:
         if step >= 0:
             seen.stepped.add(host)
         if step >= 0 and (step > seen.step or not seen.began):
-            # The first step of an epoch may be earlier than the last of the one before.
+            # The first step of a generation may be earlier than the last of the one before.
             if not seen.began:
                 seen.first_step = step
                 seen.paced_step, seen.paced_s = step, now_s
@@ -362,11 +362,11 @@ class Controller:
                 seen.paced_step, seen.paced_s = step, now_s
             seen.step, seen.began, seen.progressed_s = step, True, now_s
             seen.made_s = now_s - age_s - REPORT_S
-            self._goodput.progressed(workload, epoch, step if counts_steps else -1, now_s)
+            self._goodput.progressed(workload, generation, step if counts_steps else -1, now_s)
 
     def observe(self, one: Observation, now_s: float, wall: float) -> None:
-        """Takes an observation into an incident. Ignores (and counts) those of epochs that are over, and of unknown
-        hosts."""
+        """Takes an observation into an incident. Ignores (and counts) those of generations that are over, and of
+        unknown hosts."""
         if one.host and self._sensor.host(one.host) is None:
             self.refused["host"] += 1
             return
@@ -375,16 +375,16 @@ class Controller:
             self._sensor.quarantine(one.host, describe(one), now_s)
         concerned = [each for each in self._workloads.values() if not each.state.has_ended]
         if one.workload:
-            concerned = [each for each in concerned if each.name == one.workload and each.epoch == one.epoch]
+            concerned = [each for each in concerned if each.name == one.workload and each.generation == one.generation]
             if one.host:
                 concerned = [each for each in concerned if one.host in each.places]
             if not concerned:
-                self.refused["epoch"] += 1
+                self.refused["generation"] += 1
                 return
         else:
             concerned = [each for each in concerned if one.host in each.places or self._is_to_come(each, one.host)]
         for workload in concerned:
-            self._note(workload, replace(one, workload=workload.name, epoch=workload.epoch), now_s, wall)
+            self._note(workload, replace(one, workload=workload.name, generation=workload.generation), now_s, wall)
 
     def step_ended(
         self, plan_number: int, at: int, now_s: float, wall: float, *, problem: str = "", hosts: Sequence[str] = ()
@@ -424,7 +424,7 @@ class Controller:
                 workload = self._workloads[name]
             if workload.state.has_ended or held(name):
                 continue
-            if workload.epoch:
+            if workload.generation:
                 self._goodput.look(name, now_s, wall)
                 if wall - workload.goodput.at >= _GOODPUT_S:
                     self._set(workload)
@@ -440,8 +440,8 @@ class Controller:
                 self._set(workload)
             self._overtake_silent(workload, now_s)
             workload = self._workloads[name]
-            if workload.plan is not None and self._plans[workload.plan].epoch <= self._had.get(name, 0):
-                reason = f"hosts have had epoch {self._had[name]} already"
+            if workload.plan is not None and self._plans[workload.plan].generation <= self._had.get(name, 0):
+                reason = f"hosts have had generation {self._had[name]} already"
                 self._end_plan(self._plans[workload.plan], Outcome.OVERTAKEN, reason, now_s)
                 workload = self._workloads[name]
             if workload.plan is not None:
@@ -472,8 +472,8 @@ class Controller:
                 self._sensor.give_up(host)
 
     def _is_placed(self, workload: Workload) -> bool:
-        """Whether the workload's plan has given out its places already: its epoch is the workload's."""
-        return workload.plan is not None and self._plans[workload.plan].epoch == workload.epoch
+        """Whether the workload's plan has given out its places already: its generation is the workload's."""
+        return workload.plan is not None and self._plans[workload.plan].generation == workload.generation
 
     # -- incidents ----------------------------------------------------------------------------------------------------
 
@@ -499,26 +499,26 @@ class Controller:
         noted = self._noted.get(incident.number)
         if noted is None:
             noted = self._noted[incident.number] = _Noted(
-                seen={(each.identity, each.epoch) for each in incident.observations},
+                seen={(each.identity, each.generation) for each in incident.observations},
                 of_hosts=Counter(each.host for each in incident.observations),
             )
-        if (one.identity, one.epoch) in noted.seen:
+        if (one.identity, one.generation) in noted.seen:
             return False
         if len(noted.seen) >= _MOST_OBSERVATIONS or noted.of_hosts[one.host] >= _MOST_OF_A_HOST:
             self.refused["too many"] += 1
             return False
-        noted.seen.add((one.identity, one.epoch))
+        noted.seen.add((one.identity, one.generation))
         noted.of_hosts[one.host] += 1
         return True
 
     def _disturb(self, plan: Plan, one: Observation, now_s: float, wall: float) -> None:
         """Ends the plan that is being carried out if this observation makes it wrong."""
-        placed = self._workloads[plan.workload].epoch == plan.epoch
+        placed = self._workloads[plan.workload].generation == plan.generation
         if one.is_planned:
             return  # it can wait for the end of the plan
         if one.takes_host_out and one.host in plan.places:
             self._end_plan(plan, Outcome.OVERTAKEN, describe(one), now_s)
-        elif placed and one.kind in _ENDS_AN_EPOCH:
+        elif placed and one.kind in _ENDS_A_GENERATION:
             self._end_plan(plan, Outcome.FAILED, describe(one), now_s)
         elif not placed and self._situation_was_planned(plan):
             self._end_plan(plan, Outcome.OVERTAKEN, describe(one), now_s)
@@ -653,7 +653,7 @@ class Controller:
                     places=(),
                     replace=(),
                     replace_on=(),
-                    epoch=self._next_epoch(workload),
+                    generation=self._next_generation(workload),
                     replicas_before=workload.replicas or workload.replicas_before,
                     since_s=now_s,
                     reason=remedy.reason,
@@ -664,20 +664,20 @@ class Controller:
             remedy,
             situation,
             number=self._next_number(),
-            epoch=self._next_epoch(workload),
+            generation=self._next_generation(workload),
             now_s=now_s,
             hook_timeout_s=self._settings.hook_timeout_s,
             hook_signal=self._settings.hook_signal,
         )
         logger.log(
             logging.INFO if incident.is_start else logging.WARNING,
-            "%s: %s%s%s (plan %d, epoch %d, %d hosts)",
+            "%s: %s%s%s (plan %d, generation %d, %d hosts)",
             workload.name,
             _which(incident),
             remedy.kind,
             _of(remedy),
             plan.number,
-            plan.epoch,
+            plan.generation,
             len(plan.places),
         )
         self._set_plan(plan)
@@ -715,8 +715,8 @@ class Controller:
             reason = f"{ready} of {spec.min_hosts} hosts are ready after {waited_s:.0f} s"
             self._end(self._workloads[workload.name], WorkloadState.STOPPED, reason, now_s, wall)
 
-    def _next_epoch(self, workload: Workload) -> int:
-        return max(workload.epoch, self._had.get(workload.name, 0)) + 1
+    def _next_generation(self, workload: Workload) -> int:
+        return max(workload.generation, self._had.get(workload.name, 0)) + 1
 
     def _notice_chances(self, workload: Workload, now_s: float, wall: float) -> None:
         """Notes what no host reports: ready hosts that a job could use."""
@@ -727,7 +727,7 @@ class Controller:
             if len(ready) >= workload.spec.min_hosts:
                 self._note(
                     workload,
-                    Observation(kind=ObservationKind.CAPACITY, workload=workload.name, epoch=workload.epoch),
+                    Observation(kind=ObservationKind.CAPACITY, workload=workload.name, generation=workload.generation),
                     now_s,
                     wall,
                 )
@@ -743,7 +743,9 @@ class Controller:
         for host in self._cordoned(workload):
             self._note(
                 workload,
-                Observation(kind=ObservationKind.DRAIN, host=host, workload=workload.name, epoch=workload.epoch),
+                Observation(
+                    kind=ObservationKind.DRAIN, host=host, workload=workload.name, generation=workload.generation
+                ),
                 now_s,
                 wall,
             )
@@ -753,7 +755,7 @@ class Controller:
             if len(steady) >= spec.hosts_per_replica and self._seen_of(workload).began:
                 self._note(
                     workload,
-                    Observation(kind=ObservationKind.CAPACITY, workload=workload.name, epoch=workload.epoch),
+                    Observation(kind=ObservationKind.CAPACITY, workload=workload.name, generation=workload.generation),
                     now_s,
                     wall,
                 )
@@ -762,7 +764,7 @@ class Controller:
         cordoned = self._cordoned(workload)
         is_small = workload.replicas < workload.spec.replicas
         steady = self._spares(now_s, dwell_s=workload.spec.dwell_s) if is_small else ()
-        return workload.epoch, workload.spec, cordoned, list(self._free), len(steady)
+        return workload.generation, workload.spec, cordoned, list(self._free), len(steady)
 
     def _cordoned(self, workload: Workload) -> list[str]:
         """Cordoned hosts of the workload. Called at every look; there are hardly ever any."""
@@ -829,7 +831,7 @@ class Controller:
             return False
         if one.kind in (ObservationKind.HOST_UNHEALTHY, ObservationKind.HOST_LOST, ObservationKind.DEVICE_FAULT):
             return not any(plan.outcome is Outcome.DONE for plan in tried)
-        return one.epoch == workload.epoch
+        return one.generation == workload.generation
 
     def _spares(self, now_s: float, *, dwell_s: float) -> list[str]:
         """Hosts that are ready (for at least ``dwell_s``) and have no place, sorted by name."""
@@ -860,7 +862,11 @@ class Controller:
         while (step := plan.step) is not None:
             workload = self._workloads[plan.workload]
             seen = self._seen_of(workload)
-            if step.kind is StepKind.PLACE and workload.epoch == plan.epoch and seen.placed.issuperset(plan.places):
+            if (
+                step.kind is StepKind.PLACE
+                and workload.generation == plan.generation
+                and seen.placed.issuperset(plan.places)
+            ):
                 plan = self._advance(plan, now_s)
                 continue
             is_late = now_s - plan.step_since_s > step.timeout_s
@@ -880,7 +886,7 @@ class Controller:
             outcome = "its ranks train" if plan.remedy.kind is RemedyKind.START else f"{plan.remedy.kind} helped"
             self._close(self._workloads[workload.name], outcome, now_s, wall)
             for one in left:
-                self._note(self._workloads[workload.name], replace(one, epoch=workload.epoch), now_s, wall)
+                self._note(self._workloads[workload.name], replace(one, generation=workload.generation), now_s, wall)
 
     def _not_seen_to(self, workload: Workload) -> list[Observation]:
         """Device observations that ask for a reset, where no plan of the incident has reset that host's devices."""
@@ -913,7 +919,7 @@ class Controller:
         self._set(
             replace(
                 workload,
-                epoch=plan.epoch,
+                generation=plan.generation,
                 places=plan.places,
                 fresh=plan.fresh,
                 replace=plan.replace,
@@ -945,7 +951,9 @@ class Controller:
         workload = self._workloads[plan.workload]
         for host in hosts or ("",):
             if not host or host in workload.places:
-                seen = Observation(kind=kind, host=host, workload=workload.name, epoch=workload.epoch, detail=problem)
+                seen = Observation(
+                    kind=kind, host=host, workload=workload.name, generation=workload.generation, detail=problem
+                )
                 self._note(self._workloads[workload.name], seen, now_s, wall)
 
     def _end_plan(self, plan: Plan, outcome: Outcome, reason: str, now_s: float) -> None:
@@ -955,7 +963,7 @@ class Controller:
             logger.warning("%s: plan %d is %s: %s", plan.workload, plan.number, outcome, reason)
         self._set_plan(replace(plan, outcome=outcome, reason=reason))
         workload = replace(self._workloads[plan.workload], plan=None)
-        if workload.epoch != plan.epoch and self._seen_of(workload).began:
+        if workload.generation != plan.generation and self._seen_of(workload).began:
             workload = replace(workload, state=WorkloadState.RUNNING, since_s=now_s)  # the plan had changed nothing yet
         self._set(workload)
 
@@ -972,8 +980,8 @@ class Controller:
 
     def _seen_of(self, workload: Workload) -> _Seen:
         seen = self._seen.get(workload.name)
-        if seen is None or seen.epoch != workload.epoch:
-            seen = self._seen[workload.name] = _Seen(epoch=workload.epoch)
+        if seen is None or seen.generation != workload.generation:
+            seen = self._seen[workload.name] = _Seen(generation=workload.generation)
         return seen
 
     def _next_number(self) -> int:
@@ -1008,7 +1016,7 @@ def _takes(workload: Workload) -> tuple[object, ...]:
 
 _OTHER_HOSTS = (RemedyKind.HOT_SWAP, RemedyKind.SCALE_DOWN)
 #: Observations that, after ranks were placed, mean that they will not make their first step.
-_ENDS_AN_EPOCH = (ObservationKind.WORKER_LOST, ObservationKind.WORKER_HUNG, ObservationKind.NO_PROGRESS)
+_ENDS_A_GENERATION = (ObservationKind.WORKER_LOST, ObservationKind.WORKER_HUNG, ObservationKind.NO_PROGRESS)
 #: Seconds between two remedies when remedies do not help: before the third one of an incident, and at most.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 15.0
 #: When this many times ``most_plans`` plans were tried, overtaken ones included, the workload is stopped.

@@ -89,7 +89,7 @@ class Decided:
                     ask = Ask(
                         plan=plan.number,
                         at=plan.at,
-                        epoch=plan.epoch,
+                        generation=plan.generation,
                         kind=step.kind,
                         timeout_s=step.timeout_s,
                         step=plan.save_step,
@@ -103,4 +103,4 @@ def _placed(workload: Workload) -> tuple[object, ...]:
     """The fields of a workload that its hosts are told."""
     ended = workload.state if workload.state.has_ended else None
     replaced = workload.replace, workload.replace_on
-    return workload.epoch, workload.places, workload.fresh, replaced, workload.replicas_before, ended
+    return workload.generation, workload.places, workload.fresh, replaced, workload.replicas_before, ended

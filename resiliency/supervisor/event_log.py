@@ -30,15 +30,15 @@ class EventLog:
             sink = BackgroundSink(JsonlSink(os.path.join(folder, f"supervisor-{name}.jsonl")))
             self._writer = EventWriter(run="", attempt=0, rank=-1, host=host, sinks=(sink,))
 
-    def write(self, event: HistoryEvent, epoch: int) -> None:
+    def write(self, event: HistoryEvent, generation: int) -> None:
         """Writes one event. Ignores kinds that launchers write, and events of no workload.
 
         Args:
-            epoch: of the event's workload; 0: none.
+            generation: of the event's workload; 0: none.
         """
         if self._writer is None or event.kind in _NOT_OURS or not event.workload:
             return
-        self._writer.run, self._writer.attempt = event.workload, epoch
+        self._writer.run, self._writer.attempt = event.workload, generation
         self._writer.emit(event.kind, text=event.text, **event.fields)
 
     def close(self) -> None:

@@ -29,8 +29,8 @@ class _Host:
 
 
 @dataclass(kw_only=True)
-class _Epoch:
-    epoch: int
+class _Generation:
+    generation: int
     known: set[str] = field(default_factory=set)
     #: Latest report of each host while a rank is quiet. Otherwise nothing is kept, because there may be tens of
     #: thousands of ranks.
@@ -54,16 +54,16 @@ class HangWatch:
 
     def __init__(self, *, steps: float, floor_s: float) -> None:
         self._steps, self._floor_s = steps, floor_s
-        self._epochs: dict[str, _Epoch] = {}
+        self._generations: dict[str, _Generation] = {}
 
     def reported(
-        self, workload: str, epoch: int, host: str, ranks: tuple[RankReport, ...], now_s: float
+        self, workload: str, generation: int, host: str, ranks: tuple[RankReport, ...], now_s: float
     ) -> Observation | None:
-        """Takes the report of a host of the workload's present epoch. Returns an observation that names the rank that
-        hangs, once an epoch; None otherwise."""
-        seen = self._epochs.get(workload)
-        if seen is None or seen.epoch != epoch:
-            seen = self._epochs[workload] = _Epoch(epoch=epoch)
+        """Takes the report of a host of the workload's present generation. Returns an observation that names the rank
+        that hangs, once a generation; None otherwise."""
+        seen = self._generations.get(workload)
+        if seen is None or seen.generation != generation:
+            seen = self._generations[workload] = _Generation(generation=generation)
         seen.known.add(host)
         if any(map(self._is_quiet, ranks)):
             seen.suspicious.add(host)
@@ -82,10 +82,10 @@ class HangWatch:
         seen.fresh.clear()
         return self._look(workload, seen)
 
-    def left(self, workload: str, epoch: int, host: str) -> None:
+    def left(self, workload: str, generation: int, host: str) -> None:
         """All ranks of the host have finished: it reports no more of them, and is not waited for."""
-        seen = self._epochs.get(workload)
-        if seen is not None and seen.epoch == epoch:
+        seen = self._generations.get(workload)
+        if seen is not None and seen.generation == generation:
             seen.known.discard(host)
             seen.hosts.pop(host, None)
             seen.suspicious.discard(host)
@@ -93,9 +93,9 @@ class HangWatch:
 
     def forget(self, workload: str) -> None:
         """The workload has ended."""
-        self._epochs.pop(workload, None)
+        self._generations.pop(workload, None)
 
-    def _look(self, workload: str, seen: _Epoch) -> Observation | None:
+    def _look(self, workload: str, seen: _Generation) -> Observation | None:
         host, rank = self._culprit(seen)
         where = host, rank.rank
         seen.culprit, seen.found = where, seen.found + 1 if where == seen.culprit else 1
@@ -106,12 +106,12 @@ class HangWatch:
             kind=ObservationKind.WORKER_HUNG,
             host=host,
             workload=workload,
-            epoch=seen.epoch,
+            generation=seen.generation,
             rank=rank.rank,
             detail=self._text(rank, seen),
         )
 
-    def _culprit(self, seen: _Epoch) -> tuple[str, RankReport]:
+    def _culprit(self, seen: _Generation) -> tuple[str, RankReport]:
         quiet = [(host, rank) for host in sorted(seen.suspicious) for rank in seen.hosts[host].ranks]
         quiet = [(host, rank) for host, rank in quiet if self._is_quiet(rank)]
         stopped = [(host, rank) for host, rank in quiet if rank.stopped_s > 0]
@@ -125,7 +125,7 @@ class HangWatch:
             return True
         return rank.watched and rank.quiet_s > max(self._floor_s, self._steps * rank.longest_s)
 
-    def _text(self, rank: RankReport, seen: _Epoch) -> str:
+    def _text(self, rank: RankReport, seen: _Generation) -> str:
         if rank.stopped_s > 0:
             what = f"a signal has stopped it for {rank.stopped_s:.0f} s"
         else:

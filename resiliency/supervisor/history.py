@@ -125,7 +125,7 @@ class History:
                     workload=plan.workload,
                     incident=plan.incident,
                     text=f"plan {plan.number}: {plan.remedy.kind} of {plan.workload}{out}{why}",
-                    fields={**about, "reason": plan.remedy.reason, "next_epoch": plan.epoch},
+                    fields={**about, "reason": plan.remedy.reason, "next_generation": plan.generation},
                 )
             )
         if plan.outcome is not Outcome.ACTIVE:
@@ -162,7 +162,7 @@ class History:
             why = f": {workload.reason}" if workload.reason else ""
             text = f"{workload.name} is {workload.state}{why}"
             say(EventKind.WORKLOAD_STATE, text, state=str(workload.state), reason=workload.reason)
-        if before is None or before.epoch == workload.epoch:
+        if before is None or before.generation == workload.generation:
             return found
         if before.places and workload.places:
             gone = [host for host in before.places if host not in workload.places]

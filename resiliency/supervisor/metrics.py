@@ -98,8 +98,10 @@ class Metrics(Collector):
 
     def _workloads(self, service: Service) -> Iterator[Metric]:
         state = GaugeMetricFamily(f"{_PREFIX}_workload_state", "1 for the present state", labels=["workload", "state"])
-        epoch = GaugeMetricFamily(
-            f"{_PREFIX}_workload_epoch", "Epochs so far; a new set of places is a new epoch", labels=["workload"]
+        generation = GaugeMetricFamily(
+            f"{_PREFIX}_workload_generation",
+            "Generations so far; a new set of places is a new generation",
+            labels=["workload"],
         )
         replicas = GaugeMetricFamily(
             f"{_PREFIX}_workload_replicas", "Replicas that have places now", labels=["workload"]
@@ -113,13 +115,13 @@ class Metrics(Collector):
         for workload in service.controller.workloads.values():
             for each in WorkloadState:
                 state.add_metric([workload.name, str(each)], float(each is workload.state))
-            epoch.add_metric([workload.name], workload.epoch)
+            generation.add_metric([workload.name], workload.generation)
             replicas.add_metric([workload.name], workload.replicas)
             step.add_metric([workload.name], service.step_of(workload))
             share = service.controller.goodput_of(workload.name).share
             if share is not None:
                 goodput.add_metric([workload.name], share)
-        yield from (state, epoch, replicas, step, goodput)
+        yield from (state, generation, replicas, step, goodput)
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

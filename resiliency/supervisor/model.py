@@ -235,8 +235,9 @@ class Plan:
 
     Attributes:
         number: unique for ever.
-        epoch: the workload's epoch once the plan is done; equal to the present one for a plan that restarts nothing.
-        places: hosts of all node ranks in that epoch.
+        generation: the workload's generation once the plan is done; equal to the present one for a plan that restarts
+            nothing.
+        places: hosts of all node ranks in that generation.
         fresh, replace: see :class:`Place`.
         replace_on: see :class:`Workload`.
         save_step: once a CHECKPOINT has begun: the optimizer step after which ranks save.
@@ -249,7 +250,7 @@ class Plan:
     incident: int
     workload: str
     remedy: Remedy
-    epoch: int
+    generation: int
     places: tuple[str, ...]
     steps: tuple[Step, ...]
     fresh: bool = False
@@ -316,10 +317,10 @@ class Workload:
     """A training job as the supervisor knows it.
 
     Attributes:
-        epoch: grows with each set of places; 0: the job was never started.
+        generation: grows with each set of places; 0: the job was never started.
         places: hosts by node rank; empty: none.
         fresh, replace: for the present places, see :class:`Place`.
-        replicas_before: replicas of the epoch before.
+        replicas_before: replicas of the generation before.
         since_s: when its state changed last.
         replace_on: the hosts that are told of :attr:`replace`, because they reported that a rank of theirs hangs;
             empty: all hosts.
@@ -333,7 +334,7 @@ class Workload:
 
     spec: WorkloadSpec
     state: WorkloadState = WorkloadState.WAITING
-    epoch: int = 0
+    generation: int = 0
     places: tuple[str, ...] = ()
     fresh: bool = False
     replace: tuple[int, ...] = ()
@@ -366,7 +367,7 @@ class Workload:
         host = self.places[node_rank]
         return Place(
             workload=self.name,
-            epoch=self.epoch,
+            generation=self.generation,
             node_rank=node_rank,
             nodes=len(self.places),
             fresh=self.fresh,

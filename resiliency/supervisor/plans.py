@@ -57,7 +57,7 @@ def make_plan(
     situation: Situation,
     *,
     number: int,
-    epoch: int,
+    generation: int,
     now_s: float,
     hook_timeout_s: float = 0.0,
     hook_signal: int = 0,
@@ -65,7 +65,7 @@ def make_plan(
     """The plan of a remedy that can be carried out, see :func:`~resiliency.supervisor.policy.problem_of`.
 
     Args:
-        epoch: one that no host has had yet.
+        generation: one that no host has had yet.
     """
     hung = [one for one in situation.observations if one.kind is ObservationKind.WORKER_HUNG and one.rank is not None]
     return Plan(
@@ -73,7 +73,7 @@ def make_plan(
         incident=situation.incident.number,
         workload=situation.workload.name,
         remedy=remedy,
-        epoch=epoch,
+        generation=generation,
         places=places_after(remedy, situation),
         steps=steps_of(remedy, situation, hook_timeout_s=hook_timeout_s, hook_signal=hook_signal),
         fresh=remedy.kind is RemedyKind.RESTART_WORKLOAD,

@@ -16,7 +16,7 @@ _MOST = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """A stretch of consecutive steps of one epoch.
+    """A stretch of consecutive steps of one generation.
 
     Attributes:
         first, last: optimizer steps done at its first and its last sign of progress; both -1 for a job that does not
@@ -24,7 +24,7 @@ class Stretch:
         seconds: between these two.
     """
 
-    epoch: int
+    generation: int
     first: int
     last: int
     seconds: float = 0.0
@@ -53,19 +53,19 @@ class RunningGoodput:
         """Adds time that has passed, whatever happened in it."""
         return replace(self, total_s=self.total_s + max(0.0, seconds), at=at)
 
-    def progressed(self, epoch: int, step: int, seconds: float) -> RunningGoodput:
+    def progressed(self, generation: int, step: int, seconds: float) -> RunningGoodput:
         """Ranks have reached a step.
 
         Args:
             step: optimizer steps done; -1: the job does not report them.
-            seconds: since the last sign of progress of the same epoch; ignored for the first one of an epoch.
+            seconds: since the last sign of progress of the same generation; ignored for the first one of a generation.
         """
         last = self.trained[-1] if self.trained else None
-        if last is not None and last.epoch == epoch:
+        if last is not None and last.generation == generation:
             gone_on = replace(last, last=max(step, last.last), seconds=last.seconds + max(0.0, seconds))
             return replace(self, trained=(*self.trained[:-1], gone_on))
         kept = tuple(found for one in self.trained if (found := _until(one, step)) is not None)
-        return replace(self, trained=_joined((*kept, Stretch(epoch=epoch, first=step, last=step))))
+        return replace(self, trained=_joined((*kept, Stretch(generation=generation, first=step, last=step))))
 
 
 def _until(one: Stretch, step: int) -> Stretch | None:
@@ -81,7 +81,7 @@ def _joined(trained: tuple[Stretch, ...]) -> tuple[Stretch, ...]:
     if len(trained) <= _MOST:
         return trained
     one, other, *rest = trained
-    joined = Stretch(epoch=other.epoch, first=one.first, last=other.last, seconds=one.seconds + other.seconds)
+    joined = Stretch(generation=other.generation, first=one.first, last=other.last, seconds=one.seconds + other.seconds)
     return joined, *rest
 
 
@@ -91,7 +91,7 @@ class GoodputWatch:
     def __init__(self) -> None:
         self._figures: dict[str, RunningGoodput] = {}
         self._looked_s: dict[str, float] = {}
-        #: By workload: the epoch, and when its last progress was seen.
+        #: By workload: the generation, and when its last progress was seen.
         self._progressed_s: dict[str, tuple[int, float]] = {}
 
     def restore(self, workload: str, figure: RunningGoodput, wall: float) -> None:
@@ -108,12 +108,12 @@ class GoodputWatch:
         self._looked_s[workload] = now_s
         self._figures[workload] = self.of(workload).passed(passed_s, wall)
 
-    def progressed(self, workload: str, epoch: int, step: int, now_s: float) -> None:
+    def progressed(self, workload: str, generation: int, step: int, now_s: float) -> None:
         """Ranks have reached a step; -1: they do not report steps."""
         known, since_s = self._progressed_s.get(workload, (0, now_s))
-        self._progressed_s[workload] = epoch, now_s
-        passed_s = now_s - since_s if known == epoch else 0.0
-        self._figures[workload] = self.of(workload).progressed(epoch, step, passed_s)
+        self._progressed_s[workload] = generation, now_s
+        passed_s = now_s - since_s if known == generation else 0.0
+        self._figures[workload] = self.of(workload).progressed(generation, step, passed_s)
 
     def pause(self, workload: str) -> None:
         """The workload has ended. If it is started again, the time in between does not count."""

@@ -53,7 +53,7 @@ class Supervisor:
     """A supervisor that stands by or leads. Thread: the event loop's.
 
     Args:
-        log: called with every line of the history and its workload's epoch, once it is stored.
+        log: called with every line of the history and its workload's generation, once it is stored.
         listens: called with host and port once it listens.
         until_ended: :meth:`run` returns when all workloads have ended, and their hosts know it.
         begin_again: when it leads for the first time, workloads of the file that have ended are started again.
@@ -66,7 +66,7 @@ class Supervisor:
         self,
         settings: SupervisorSettings,
         *,
-        log: Callable[[HistoryEvent, int], None] = lambda event, epoch: None,
+        log: Callable[[HistoryEvent, int], None] = lambda event, generation: None,
         listens: Callable[[str, int], None] = lambda host, port: None,
         until_ended: bool = False,
         begin_again: bool = False,

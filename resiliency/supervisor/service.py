@@ -152,7 +152,7 @@ class Service:
     """Leads in one term. Thread: the event loop's.
 
     Args:
-        log: called with every line of the history, and its workload's epoch, once it is stored.
+        log: called with every line of the history, and its workload's generation, once it is stored.
         watch_handled, watch_commit: called with the seconds that a message, or a transaction, took.
         begin_again: workloads of the file that have ended are started again.
 
@@ -170,7 +170,7 @@ class Service:
         term: int,
         *,
         cluster: Cluster | None = None,
-        log: Callable[[HistoryEvent, int], None] = lambda event, epoch: None,
+        log: Callable[[HistoryEvent, int], None] = lambda event, generation: None,
         watch_handled: Callable[[float], None] = lambda seconds: None,
         watch_commit: Callable[[float], None] = lambda seconds: None,
         clock: Callable[[], float] = time.monotonic,
@@ -261,9 +261,9 @@ class Service:
             )
         )
         self._asks = self.decided.asks()
-        epochs = {spec.name: 0 for spec in self.settings.workloads if not self._begin_again}
+        generations = {spec.name: 0 for spec in self.settings.workloads if not self._begin_again}
         self._adoption = Adoption(
-            {**epochs, **{each.name: each.epoch for each in stored.workloads}},
+            {**generations, **{each.name: each.generation for each in stored.workloads}},
             now_s + self.settings.sensor.timeout_s + self.settings.sensor.period_s,
         )
         wanted = {spec.name for spec in self.settings.workloads}
@@ -500,7 +500,7 @@ class Service:
         }
         for event in events:
             at = self.decided.workloads.get(event.workload)
-            self._log(event, 0 if at is None else at.epoch)
+            self._log(event, 0 if at is None else at.generation)
         self._act(concerned)
 
     def _act(self, concerned: Iterable[str]) -> None:
@@ -551,8 +551,8 @@ class Service:
         place = None
         if placed is not None:
             workload, node_rank = placed
-            epoch, address = self._masters.get(workload.name, (0, ""))
-            place = replace(workload.place_at(node_rank), master=address if epoch == workload.epoch else "")
+            generation, address = self._masters.get(workload.name, (0, ""))
+            place = replace(workload.place_at(node_rank), master=address if generation == workload.generation else "")
         asks = [ask for ask in self._asks.get(host, ()) if host not in self._answers.get((ask.plan, ask.at), {})]
         check = self._checks.get(host)
         if check is not None:
@@ -658,7 +658,7 @@ class Service:
         facts = self._facts.get(host)
         of_node = "" if facts is None else self._node_problems.get(facts.node, "")
         self._take_problem(host, heard, report.problem or of_node or ("" if placed else lacks), now_s)
-        reported = report.workload, report.epoch
+        reported = report.workload, report.generation
         news = reported != heard.place
         heard.place = reported
         if now_s < self._adoption.until_s:
@@ -667,10 +667,10 @@ class Service:
             heard.has_reported = True
             if self.settings.dry_run:
                 self._offer([host])
-        if placed is None or reported != (placed[0].name, placed[0].epoch):
+        if placed is None or reported != (placed[0].name, placed[0].generation):
             if report.workload and not self._is_unknown(host, now_s):
-                self.controller.refused["epoch"] += 1
-                self.controller.heard_of_epoch(host, report.workload, report.epoch)
+                self.controller.refused["generation"] += 1
+                self.controller.heard_of_generation(host, report.workload, report.generation)
             self._miss(heard, placed, host, now_s)
             if placed is not None or report.workload:
                 self._offer([host], again=True)
@@ -686,10 +686,10 @@ class Service:
         if found is not None and self.controller.adopt(found, now_s, time.time()):
             self._adoption.adopted(found)
             self._note_event(
-                EventKind.EPOCH_ADOPTED,
-                f"epoch {found.epoch} of {found.workload} runs on {', '.join(found.places)}, and is taken over",
+                EventKind.GENERATION_ADOPTED,
+                f"generation {found.generation} of {found.workload} is taken over: {', '.join(found.places)}",
                 workload=found.workload,
-                epoch=found.epoch,
+                generation=found.generation,
             )
         if held and not self._is_unknown(host, now_s):
             self._offer([host])
@@ -698,10 +698,10 @@ class Service:
         """Whether the host may have ranks that are not stored, and must not be told anything: it would end them."""
         if self._adoption.holds_host(host, now_s):
             return True
-        name, epoch = self._heard[host].place
+        name, generation = self._heard[host].place
         present, stored = self.controller.workloads.get(name), self.decided.workloads.get(name)
-        adopted = present is not None and present.epoch == epoch and host in present.places
-        return adopted and (stored is None or stored.epoch < epoch)
+        adopted = present is not None and present.generation == generation and host in present.places
+        return adopted and (stored is None or stored.generation < generation)
 
     def _take_progress(
         self, host: str, heard: _Heard, report: Report, placed: tuple[Workload, int], now_s: float
@@ -715,11 +715,11 @@ class Service:
         heard.step, heard.ended = step, ended
         counts = any(rank.step >= 0 for rank in report.ranks)
         self.controller.reported(
-            host, workload.name, workload.epoch, now_s, step=step, age_s=age_s, counts_steps=counts, ended=ended
+            host, workload.name, workload.generation, now_s, step=step, age_s=age_s, counts_steps=counts, ended=ended
         )
         if node_rank == 0 and _is_address(report.master):
-            if self._masters.get(workload.name) != (workload.epoch, report.master):
-                self._masters[workload.name] = workload.epoch, report.master
+            if self._masters.get(workload.name) != (workload.generation, report.master):
+                self._masters[workload.name] = workload.generation, report.master
                 self._offer(workload.places)
         if report.preempted:
             self._observe(
@@ -727,15 +727,15 @@ class Service:
                     kind=ObservationKind.WORKER_LOST,
                     host=host,
                     workload=workload.name,
-                    epoch=workload.epoch,
+                    generation=workload.generation,
                     detail="its ranks were told to go, have saved and left",
                 )
             )
         elif report.ended:
-            self._hangs.left(workload.name, workload.epoch, host)
+            self._hangs.left(workload.name, workload.generation, host)
         elif report.ranks:
-            self._stragglers.reported(workload.name, workload.epoch, host, report.ranks, now_s)
-            hang = self._hangs.reported(workload.name, workload.epoch, host, report.ranks, now_s)
+            self._stragglers.reported(workload.name, workload.generation, host, report.ranks, now_s)
+            hang = self._hangs.reported(workload.name, workload.generation, host, report.ranks, now_s)
             if hang is not None:
                 self._observe(hang)
         return news
@@ -756,8 +756,8 @@ class Service:
                     kind=ObservationKind.WORKER_LOST,
                     host=host,
                     workload=workload.name,
-                    epoch=workload.epoch,
-                    detail=f"the host has no ranks of epoch {workload.epoch} any more",
+                    generation=workload.generation,
+                    detail=f"the host has no ranks of generation {workload.generation} any more",
                 )
             )
 
@@ -889,7 +889,7 @@ class Service:
         plan = self.decided.plans.get(message.plan)
         if (
             plan is None
-            or (plan.at, plan.epoch) != (message.at, message.epoch)
+            or (plan.at, plan.generation) != (message.at, message.generation)
             or link.host not in self.decided.asked(plan)
         ):
             return  # of a plan that is over or of another state file, or a second answer
@@ -940,7 +940,7 @@ class Service:
             kind=ObservationKind.WORKER_HUNG,  # a hung rank is killed; a lost one would not run any more
             host=workload.places[node_rank],
             workload=workload.name,
-            epoch=workload.epoch,
+            generation=workload.generation,
             rank=rank,
             detail="injected, because of enable_fault_injection",
         )
@@ -1020,7 +1020,7 @@ class Service:
 
 
 def _progress(rank: Any) -> int:
-    """A number that grows with each step of the rank; -1: it has made none since its epoch began."""
+    """A number that grows with each step of the rank; -1: it has made none since its generation began."""
     if rank.beats <= 0:
         return -1
     return min(_MOST_STEP, int(rank.step if rank.step >= 0 else rank.beats))
@@ -1031,7 +1031,7 @@ def _bounded(one: Observation, host: str) -> Observation:
         kind=one.kind,
         host=host,
         workload=one.workload,
-        epoch=one.epoch,
+        generation=one.generation,
         rank=one.rank,
         device=plain_line(one.device, 200),
         device_class=one.device_class,

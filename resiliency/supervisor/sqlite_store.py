@@ -19,8 +19,8 @@ from resiliency.supervisor.store import HistoryEvent, LeadershipLost, StateUnava
 
 __all__ = ["SCHEMA_VERSION", "SqliteStore", "StateFileGone"]
 
-#: 2: the table ``lease``.
-SCHEMA_VERSION = 2
+#: 2: the table ``lease``. 3: the field ``generation``, which was named ``epoch``.
+SCHEMA_VERSION = 3
 #: How many events, and how many closed incidents, are kept.
 _MOST_EVENTS, _MOST_INCIDENTS = 20_000, 2_000
 #: Rows beyond these numbers that may accumulate before they are deleted together.
@@ -45,6 +45,10 @@ CREATE TABLE lease (one INTEGER PRIMARY KEY CHECK (one = 1), term INTEGER NOT NU
   lease_s REAL NOT NULL, renewals INTEGER NOT NULL);
 INSERT INTO lease SELECT 1, CAST(value AS INTEGER), '', 0, 0 FROM meta WHERE key = 'term';
 """
+_GENERATIONS = "".join(
+    f"UPDATE {table} SET value = replace(value, '\"epoch\":', '\"generation\":');"
+    for table in ("workloads", "incidents", "plans")
+)
 
 T = TypeVar("T")
 
@@ -103,9 +107,9 @@ class SqliteStore:
                 raise ConfigError(
                     f"the state file {self.path} was written by a newer version (its schema is {schema}, this version"
                     f" knows {SCHEMA_VERSION}); start that version, or pass another file with `state`: then hosts"
-                    " join anew, and workloads begin a new epoch"
+                    " join anew, and workloads begin a new generation"
                 )
-            statements = {0: _TABLES + _LEASE, 1: _LEASE, SCHEMA_VERSION: ""}[schema]
+            statements = {0: _TABLES + _LEASE, 1: _LEASE + _GENERATIONS, 2: _GENERATIONS, SCHEMA_VERSION: ""}[schema]
             for statement in statements.split(";"):
                 self._db.execute(statement)
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('schema', ?)", (str(SCHEMA_VERSION),))
@@ -121,7 +125,7 @@ class SqliteStore:
         return (
             f"the state file {self.path} is damaged ({why}). Put back a copy of it, or move it away together with"
             f" {self.path}-wal and {self.path}-shm and start again: hosts then join anew, and workloads begin a new"
-            " epoch from their last checkpoint"
+            " generation from their last checkpoint"
         )
 
     def _meta(self, key: str) -> str:
@@ -176,7 +180,7 @@ class SqliteStore:
         raise StateFileGone(
             f"the state file {self.path} was removed, or another put in its place, while this supervisor used it."
             " Start the supervisor again: with a copy of the file it goes on from there; without any, hosts join anew"
-            " and workloads begin a new epoch from their last checkpoint"
+            " and workloads begin a new generation from their last checkpoint"
         )
 
     # -- stored values ------------------------------------------------------------------------------------------------

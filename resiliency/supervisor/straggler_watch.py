@@ -30,15 +30,15 @@ _Work = dict[str, tuple[tuple[int, float, int], ...]]
 
 
 @dataclass(kw_only=True)
-class _Epoch:
-    """The reports of one epoch.
+class _Generation:
+    """The reports of one generation.
 
     Attributes:
         before: what hosts had reported when the window began.
         slow: for each rank that was slow in the last window, the number of consecutive windows in which it was.
     """
 
-    epoch: int
+    generation: int
     since_s: float
     windows: int = 0
     hosts: _Work = field(default_factory=dict)
@@ -57,26 +57,26 @@ class StragglerWatch:
 
     def __init__(self, *, factor: float, window_s: float) -> None:
         self._factor, self._window_s = factor, window_s
-        self._epochs: dict[str, _Epoch] = {}
+        self._generations: dict[str, _Generation] = {}
 
-    def reported(self, workload: str, epoch: int, host: str, ranks: tuple[RankReport, ...], now_s: float) -> None:
-        """Takes the report of a host of the workload's present epoch."""
-        seen = self._epochs.get(workload)
-        if seen is None or seen.epoch != epoch:
-            seen = self._epochs[workload] = _Epoch(epoch=epoch, since_s=now_s)
+    def reported(self, workload: str, generation: int, host: str, ranks: tuple[RankReport, ...], now_s: float) -> None:
+        """Takes the report of a host of the workload's present generation."""
+        seen = self._generations.get(workload)
+        if seen is None or seen.generation != generation:
+            seen = self._generations[workload] = _Generation(generation=generation, since_s=now_s)
         seen.hosts[host] = tuple([(one.rank, min(one.own_s, _MOST), min(one.own_steps, _MOST)) for one in ranks])
 
     def look(self, now_s: float) -> list[Observation]:
         """Stragglers that were not named yet, or long ago. To be called about once a second."""
         if not self._factor:
             return []
-        return [one for name, seen in self._epochs.items() for one in self._look(name, seen, now_s)]
+        return [one for name, seen in self._generations.items() for one in self._look(name, seen, now_s)]
 
     def forget(self, workload: str) -> None:
         """The workload has ended."""
-        self._epochs.pop(workload, None)
+        self._generations.pop(workload, None)
 
-    def _look(self, workload: str, seen: _Epoch, now_s: float) -> Iterator[Observation]:
+    def _look(self, workload: str, seen: _Generation, now_s: float) -> Iterator[Observation]:
         length_s = now_s - seen.since_s
         if length_s < self._window_s:
             return
@@ -93,13 +93,13 @@ class StragglerWatch:
                     kind=ObservationKind.STRAGGLER,
                     host=one.host,
                     workload=workload,
-                    epoch=seen.epoch,
+                    generation=seen.generation,
                     rank=one.rank,
                     detail=straggler_text(one, compared),
                 )
 
 
-def _compared(seen: _Epoch, length_s: float) -> Iterator[RankSteps]:
+def _compared(seen: _Generation, length_s: float) -> Iterator[RankSteps]:
     """The ranks that measure their own work, with what it took since the window began."""
     for host, ranks in seen.hosts.items():
         before = {rank: (own_s, steps) for rank, own_s, steps in seen.before.get(host, ())}

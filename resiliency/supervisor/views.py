@@ -71,7 +71,7 @@ def _workload(service: Service, workload: Workload) -> dict[str, Any]:
         "state": str(workload.state),
         "for_s": round(service.now_s() - workload.since_s, 1),
         "reason": workload.reason,
-        "epoch": workload.epoch,
+        "generation": workload.generation,
         "step": service.step_of(workload),
         "goodput": None if goodput is None else round(goodput, 4),
         "replicas": workload.replicas,
@@ -119,7 +119,13 @@ def _incident(service: Service, incident: Incident) -> dict[str, Any]:
         "closed_at": incident.closed_at,
         "outcome": incident.outcome,
         "observations": [
-            {"kind": str(one.kind), "host": one.host, "rank": one.rank, "epoch": one.epoch, "text": describe(one)}
+            {
+                "kind": str(one.kind),
+                "host": one.host,
+                "rank": one.rank,
+                "generation": one.generation,
+                "text": describe(one),
+            }
             for one in incident.told
         ],
         "plans": [_plan(service, plan) for plan in plans],
@@ -132,7 +138,7 @@ def _plan(service: Service, plan: Plan) -> dict[str, Any]:
         "remedy": str(plan.remedy.kind),
         "out": list(plan.remedy.out),
         "why": plan.remedy.reason,
-        "epoch": plan.epoch,
+        "generation": plan.generation,
         "hosts": len(plan.places),
         "outcome": str(plan.outcome),
         "reason": plan.reason,

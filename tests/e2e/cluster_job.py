@@ -80,8 +80,8 @@ def hold(folder: Path, moment: str, rank: int) -> None:
 
 
 def main(folder: Path) -> None:
-    epoch, rank = int(os.environ["RESILIENCY_ATTEMPT"]), int(os.environ["RANK"])
-    append(folder / "starts", f"{epoch} {rank} {os.environ['RESILIENCY_NODE']} {os.getpid()}")
+    generation, rank = int(os.environ["RESILIENCY_ATTEMPT"]), int(os.environ["RANK"])
+    append(folder / "starts", f"{generation} {rank} {os.environ['RESILIENCY_NODE']} {os.getpid()}")
     hold(folder, "start-up", rank)
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     local = LocalTierOptions(directory=str(folder / "checkpoints"))
@@ -102,10 +102,10 @@ def main(folder: Path) -> None:
             loss = loss_of(weights, ids, step)
             weights, ends = (weights + total[:-1]).remainder(65521), bool(total[-1])
             step, seen = step + 1, seen + BATCH * ranks
-            append(folder / f"records-{rank}", f"{epoch} {step} {loss} {','.join(map(str, ids))}")
+            append(folder / f"records-{rank}", f"{generation} {step} {loss} {','.join(map(str, ids))}")
             time.sleep(0.02)
             if rank == 0:
-                append(folder / "steps", f"{epoch} {step} {checksum(weights)}")
+                append(folder / "steps", f"{generation} {step} {checksum(weights)}")
             hold(folder, "training", rank)
             if step % SAVE_EVERY == 0:
                 checkpointer.save(step, {"w": weights.clone(), "seen": torch.tensor(seen)})

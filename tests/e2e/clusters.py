@@ -101,27 +101,27 @@ class Cluster:
     # -- what is true -------------------------------------------------------------------------------------------------
 
     def progress(self) -> tuple[int, int]:
-        """Newest epoch that made a step, and the step."""
+        """Newest generation that made a step, and the step."""
         with suppress(FileNotFoundError, IndexError, ValueError), open(self.folder / "steps", "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 400))
-            epoch, step, _ = file.read().splitlines()[-1].split()
-            return int(epoch), int(step)
+            generation, step, _ = file.read().splitlines()[-1].split()
+            return int(generation), int(step)
         return 0, 0
 
     def starts(self) -> list[tuple[int, int, str, int]]:
-        """Epoch, rank, host and process of each start of a rank."""
+        """Generation, rank, host and process of each start of a rank."""
         with suppress(FileNotFoundError):
             lines = [line.split() for line in (self.folder / "starts").read_text().splitlines()]
-            return [(int(epoch), int(rank), host, int(pid)) for epoch, rank, host, pid in lines]
+            return [(int(generation), int(rank), host, int(pid)) for generation, rank, host, pid in lines]
         return []
 
     def where(self, rank: int) -> tuple[str, int]:
         """Host and process of a rank's newest start."""
-        return max((epoch, host, pid) for epoch, each, host, pid in self.starts() if each == rank)[1:]
+        return max((generation, host, pid) for generation, each, host, pid in self.starts() if each == rank)[1:]
 
     def owned_twice(self) -> dict[tuple[int, int], int]:
-        """(epoch, rank) that were started more than once."""
-        counted = Counter((epoch, rank) for epoch, rank, _, _ in self.starts())
+        """(generation, rank) that were started more than once."""
+        counted = Counter((generation, rank) for generation, rank, _, _ in self.starts())
         return {key: count for key, count in counted.items() if count > 1}
 
     def status(self) -> dict[str, Any]:
@@ -137,9 +137,9 @@ class Cluster:
         return [host["name"] for host in self.status().get("hosts", []) if host["state"] == "ready"]
 
     def spare(self, hosts: int) -> str:
-        """The first of so many hosts that has no rank of the newest epoch."""
-        newest = max(epoch for epoch, *_ in self.starts())
-        placed = {host for epoch, _, host, _ in self.starts() if epoch == newest}
+        """The first of so many hosts that has no rank of the newest generation."""
+        newest = max(generation for generation, *_ in self.starts())
+        placed = {host for generation, _, host, _ in self.starts() if generation == newest}
         return next(host for host in map("h-{}".format, range(hosts)) if host not in placed)
 
     def wait_until(self, is_so: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
@@ -150,8 +150,11 @@ class Cluster:
             self.job.descendants()
             time.sleep(POLL_S)
 
-    def wait_beyond(self, step: int, *, epoch: int = 0) -> None:
-        self.wait_until(lambda: self.progress() > (epoch, step), f"a step after {step} of epoch {epoch} or a later one")
+    def wait_beyond(self, step: int, *, generation: int = 0) -> None:
+        self.wait_until(
+            lambda: self.progress() > (generation, step),
+            f"a step after {step} of generation {generation} or a later one",
+        )
 
     # -- who is who ---------------------------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class Series:
         self._bring_back(self._away)
         # Ranks make steps before the supervisor has heard of it: who dies until then has died in the remedy.
         cluster.wait_until(lambda: len(cluster.ready()) == RANKS + 1 and self._state() == "running", "all is well")
-        epoch, step = cluster.progress()
+        generation, step = cluster.progress()
         began_s = time.monotonic()
         rank = self._draw.randrange(RANKS)
         with self._moment(moment, rank) as held_in:
@@ -85,27 +85,27 @@ class Series:
         stays = fault in HARMLESS and moment not in OF_A_RESTART
         if stays:
             self._wait_until_noticed(fault, moment)
-            cluster.wait_until(lambda: cluster.progress() > (epoch, step + 10), "training goes on")
+            cluster.wait_until(lambda: cluster.progress() > (generation, step + 10), "training goes on")
         elif fault in HARMLESS:
             self._bring_back(self._away)
-            cluster.wait_until(lambda: cluster.progress()[0] > epoch, "training goes on after the remedy")
+            cluster.wait_until(lambda: cluster.progress()[0] > generation, "training goes on after the remedy")
         else:
             if self._away == 2:
                 cluster.wait_until(lambda: self._state() == "waiting", "two of three hosts are gone, and the job waits")
                 self._bring_back(1)
-            least = max(epoch, held_in) + 1
-            cluster.wait_until(lambda: cluster.progress()[0] >= least, f"a step of epoch {least}")
+            least = max(generation, held_in) + 1
+            cluster.wait_until(lambda: cluster.progress()[0] >= least, f"a step of generation {least}")
         now = cluster.progress()
         cluster.wait_until(lambda: cluster.progress() >= (now[0], now[1] + 3), "three more steps")
         after = cluster.progress()
         self._check()
-        assert not stays or after[0] == epoch, f"{fault} in {moment}: ranks were restarted, and need not have been"
+        assert not stays or after[0] == generation, f"{fault} in {moment}: ranks were restarted, and need not have been"
         took_s = time.monotonic() - began_s
-        print(f"{fault} in {moment} (rank {rank}): from {(epoch, step)} to {after} in {took_s:.1f} s", flush=True)
+        print(f"{fault} in {moment} (rank {rank}): from {(generation, step)} to {after} in {took_s:.1f} s", flush=True)
 
     @contextmanager
     def _moment(self, moment: str, rank: int) -> Iterator[int]:
-        """The job is there. Yields the epoch in which a rank stands still; 0: none does."""
+        """The job is there. Yields the generation in which a rank stands still; 0: none does."""
         cluster = self._cluster
         if moment == "supervisor restarted":
             self._restart_supervisor()
@@ -225,7 +225,7 @@ class Series:
         self._away -= hosts
 
     def _check(self) -> None:
-        """Each rank of each epoch has had one owner, and each step is that of a run in which nothing happened."""
+        """Each rank of each generation has had one owner, and each step is that of a run in which nothing happened."""
         assert self._cluster.owned_twice() == {}
         with open(self._cluster.folder / "steps") as file:
             file.seek(self._read)

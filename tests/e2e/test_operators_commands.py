@@ -54,9 +54,9 @@ def test_a_host_is_drained_and_given_back_and_the_job_is_stopped_while_it_trains
     first, _ = cluster.where(1)
     spare = cluster.spare(3)
     cluster.wait_until(lambda: len(cluster.ready()) == 3, "the spare is ready")
-    epoch = cluster.progress()[0]  # before the command, which may return after the swap
+    generation = cluster.progress()[0]  # before the command, which may return after the swap
     command(cluster, "drain", first, "--reason", "new fan")
-    cluster.wait_beyond(0, epoch=epoch + 1)
+    cluster.wait_beyond(0, generation=generation + 1)
     cluster.wait_until(lambda: cluster.where(1)[0] == spare or cluster.where(0)[0] == spare, "the spare has a rank")
     newest = max(each for each, *_ in cluster.starts())
     assert first not in {host for each, _, host, _ in cluster.starts() if each == newest}
@@ -65,7 +65,7 @@ def test_a_host_is_drained_and_given_back_and_the_job_is_stopped_while_it_trains
     command(cluster, "uncordon", first)
     cluster.wait_until(lambda: state_of(cluster, first) == "ready", "the host is given back")
     command(cluster, "drain", spare)
-    cluster.wait_beyond(0, epoch=newest + 1)
+    cluster.wait_beyond(0, generation=newest + 1)
     last = max(each for each, *_ in cluster.starts())
     assert first in {host for each, _, host, _ in cluster.starts() if each == last}
     assert cluster.owned_twice() == {}

@@ -32,8 +32,8 @@ def silent(cluster: Cluster) -> int:
 
 def goes_on(cluster: Cluster, what: str) -> None:
     """Steps that need all ranks, twenty more of them."""
-    epoch, step = cluster.progress()
-    cluster.wait_until(lambda: cluster.progress() > (epoch, step + 20), what)
+    generation, step = cluster.progress()
+    cluster.wait_until(lambda: cluster.progress() > (generation, step + 20), what)
 
 
 def test_a_partition_is_waited_out_frozen_or_got_over_and_nobody_from_before_it_writes(
@@ -49,12 +49,12 @@ def test_a_partition_is_waited_out_frozen_or_got_over_and_nobody_from_before_it_
         namespaces = {network_of(cluster.monitor(f"h-{number}").pid) for number in range(HOSTS)}
         assert len(namespaces) == HOSTS and network_of(os.getpid()) not in namespaces
         before = remedies(cluster), silent(cluster)
-        epoch, said = cluster.progress()[0], len(cluster.job.text)
+        generation, said = cluster.progress()[0], len(cluster.job.text)
 
         cluster.inject("partition", cluster.where(1)[0], "--for", "0.7")
         goes_on(cluster, "training goes on over the connections that it had")
         assert (remedies(cluster), silent(cluster)) == before, cluster.job.text[said:]
-        assert cluster.progress()[0] == epoch, cluster.job.text[said:]
+        assert cluster.progress()[0] == generation, cluster.job.text[said:]
 
         said = len(cluster.job.text)
         trains = sorted(cluster.where(rank)[0] for rank in range(RANKS))
@@ -63,12 +63,12 @@ def test_a_partition_is_waited_out_frozen_or_got_over_and_nobody_from_before_it_
         goes_on(cluster, "they are heard again")
         cluster.wait_until(lambda: len(cluster.ready()) == HOSTS, "all hosts are well")
         assert remedies(cluster) == before[0], cluster.job.text[said:]
-        assert cluster.progress()[0] == epoch, cluster.job.text[said:]
+        assert cluster.progress()[0] == generation, cluster.job.text[said:]
         assert silent(cluster) >= before[1] + 3, cluster.job.text[said:]
 
         host, pid = cluster.where(0)  # it has the store, and writes what steps there were
         cluster.inject("partition", host, "--for", "600")
-        cluster.wait_until(lambda: cluster.progress()[0] > epoch, "the host is swapped for the spare")
+        cluster.wait_until(lambda: cluster.progress()[0] > generation, "the host is swapped for the spare")
         goes_on(cluster, "the others train with the spare")
         assert "hot_swap" in cluster.job.text and cluster.where(0)[0] != host
         assert network_of(pid) in namespaces  # its rank is there still, and was told nothing
@@ -111,7 +111,7 @@ def test_a_host_that_trains_on_alone_behind_a_partition_commits_nothing_after_it
         assert cluster.job.wait(60) == 0, cluster.job.text[-8000:]
         ranks, step, found = (cluster.folder / "end-0").read_text().split()
         assert (int(ranks), int(found)) == (1, Reference(1).after(int(step)))
-        assert cluster.owned_twice() == {} and [epoch for epoch, *_ in cluster.starts()] == [1, 2]
+        assert cluster.owned_twice() == {} and [generation for generation, *_ in cluster.starts()] == [1, 2]
     finally:
         cluster.close()
 
@@ -124,16 +124,16 @@ def network_of_or_none(pid: int) -> int | None:
 
 
 def check_steps(cluster: Cluster, *, ended: bool = False) -> None:
-    """Each rank of each epoch had one owner, none of an earlier epoch has made a step after it, and each step is that of
+    """Each rank of each generation had one owner, none of an earlier generation has made a step after it, and each step is that of
     a run in which nothing happened."""
     assert cluster.owned_twice() == {}
     reference, newest = Reference(RANKS), 0
     text = (cluster.folder / "steps").read_text()
     for line in text[: text.rindex("\n")].splitlines():
-        epoch, step, found = map(int, line.split())
-        assert epoch >= newest, f"epoch {epoch} has made step {step} after epoch {newest} had begun"
+        generation, step, found = map(int, line.split())
+        assert generation >= newest, f"generation {generation} has made step {step} after generation {newest} had begun"
         assert found == reference.after(step), f"the weights after step {step} are others"
-        newest = epoch
+        newest = generation
     ends: list[Any] = [(cluster.folder / f"end-{rank}").read_text().split() for rank in range(RANKS) if ended]
     assert all((int(ranks), int(found)) == (RANKS, reference.after(int(step))) for ranks, step, found in ends)
     if ended:

@@ -126,13 +126,13 @@ class FakeMonitor:
 
 
 class FakeSupervisor:
-    """Gives places to hosts, and passes on where the store of the epoch is."""
+    """Gives places to hosts, and passes on where the store of the generation is."""
 
     def __init__(self) -> None:
         self.monitors: list[FakeMonitor] = []
         self._lock = threading.Lock()
         self._places: dict[FakeMonitor, dict[str, Any]] = {}
-        self.epoch = 0
+        self.generation = 0
         #: Called with what a launcher says, on the thread that reads it.
         self.on_message: Callable[[FakeMonitor, dict[str, Any]], None] | None = None
 
@@ -143,7 +143,7 @@ class FakeSupervisor:
     def _heard(self, monitor: FakeMonitor, message: dict[str, Any]) -> None:
         if message["kind"] == "master":
             with self._lock:
-                given = [place for place in self._places.values() if place["epoch"] == message["epoch"]]
+                given = [place for place in self._places.values() if place["generation"] == message["generation"]]
                 for place in given:
                     place["master"] = message["address"]
                 for one, place in self._places.items():
@@ -152,14 +152,14 @@ class FakeSupervisor:
         if self.on_message is not None:
             self.on_message(monitor, message)
 
-    def place(self, *hosts: FakeMonitor, epoch: int | None = None, **more: Any) -> int:
-        """Gives the next epoch to these hosts, in the order of their node ranks."""
+    def place(self, *hosts: FakeMonitor, generation: int | None = None, **more: Any) -> int:
+        """Gives the next generation to these hosts, in the order of their node ranks."""
         with self._lock:
-            self.epoch = self.epoch + 1 if epoch is None else epoch
+            self.generation = self.generation + 1 if generation is None else generation
             self._places = {
                 host: {
                     "kind": "place",
-                    "epoch": self.epoch,
+                    "generation": self.generation,
                     "node_rank": node_rank,
                     "nodes": len(hosts),
                     "master": "",
@@ -173,7 +173,7 @@ class FakeSupervisor:
             }
             for host, place in self._places.items():
                 host.tell(place)
-            return self.epoch
+            return self.generation
 
     def withdraw(self, *hosts: FakeMonitor) -> None:
         with self._lock:

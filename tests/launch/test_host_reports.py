@@ -31,7 +31,7 @@ def _page(attempt: int) -> Page:
     return Page(beats=7, last_s=98.0, longest_s=0.5, watched=True, phase=Phase.TRAINING, attempt=attempt, step=40)
 
 
-def test_a_page_of_the_epoch_before_says_nothing_about_this_one() -> None:
+def test_a_page_of_the_generation_before_says_nothing_about_this_one() -> None:
     link = _Link()
     reports = HostReports(link)
     reports.started(3)

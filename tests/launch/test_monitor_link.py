@@ -57,24 +57,24 @@ def _heard(connection: socket.socket) -> list[Any]:
 
 
 def test_what_stands_is_said_again_and_what_was_told_is_not(link: MonitorLink, name: str) -> None:
-    link.stand("a", Waiting(epoch=1))
-    link.stand("b", Lost(epoch=1, rank=2))
+    link.stand("a", Waiting(generation=1))
+    link.stand("b", Lost(generation=1, rank=2))
     link.tell(Saved(problem="to nobody"))
     for _ in range(2):
         with _listen(name) as listener:
             _serve_until_connected(link)
             with listener.accept()[0] as connection:
-                link.stand("a", Waiting(epoch=2))
+                link.stand("a", Waiting(generation=2))
                 link.tell(Saved())
                 said = _heard(connection)
-        assert Lost(epoch=1, rank=2) in said and said[-2:] == [Waiting(epoch=2), Saved()]
+        assert Lost(generation=1, rank=2) in said and said[-2:] == [Waiting(generation=2), Saved()]
         link.serve()
         assert not link.is_connected
     link.take_back("b")
     with _listen(name) as listener:
         _serve_until_connected(link)
         with listener.accept()[0] as connection:
-            assert _heard(connection) == [Waiting(epoch=2)]
+            assert _heard(connection) == [Waiting(generation=2)]
 
 
 def test_a_monitor_that_does_not_read_blocks_nothing_and_misses_nothing_that_stands(
@@ -83,18 +83,18 @@ def test_a_monitor_that_does_not_read_blocks_nothing_and_misses_nothing_that_sta
     with _listen(name) as listener:
         _serve_until_connected(link)
         with listener.accept()[0] as connection:
-            for epoch in range(5000):  # more than a socket holds
-                link.tell(Pages(epoch=epoch))
-            link.stand("lost", Lost(epoch=1, rank=0))
+            for generation in range(5000):  # more than a socket holds
+                link.tell(Pages(generation=generation))
+            link.stand("lost", Lost(generation=1, rank=0))
             assert link.is_connected
             before = _heard(connection)
-            assert len(before) < 5000 and Lost(epoch=1, rank=0) not in before
+            assert len(before) < 5000 and Lost(generation=1, rank=0) not in before
             deadline = time.monotonic() + 10
             while not (said := _heard(connection)):
                 assert time.monotonic() < deadline
                 time.sleep(link.seconds_to_look(1.0))
                 link.serve()
-            assert said == [Lost(epoch=1, rank=0)]
+            assert said == [Lost(generation=1, rank=0)]
 
 
 def test_tries_to_connect_come_less_and_less_often_and_are_said_once(

@@ -33,20 +33,20 @@ SUMMING = """
     folder = Path(sys.argv[1])
 
     def main():
-        epoch, rank = os.environ["RESILIENCY_ATTEMPT"], os.environ["RANK"]
-        if (folder / f"slow-{epoch}").exists():
-            (folder / f"came-{epoch}-{rank}").touch()
+        generation, rank = os.environ["RESILIENCY_ATTEMPT"], os.environ["RANK"]
+        if (folder / f"slow-{generation}").exists():
+            (folder / f"came-{generation}-{rank}").touch()
             time.sleep(100)
-        if (folder / f"finish-{epoch}-{rank}").exists():
+        if (folder / f"finish-{generation}-{rank}").exists():
             return
-        if (folder / f"preempt-{epoch}").exists():
+        if (folder / f"preempt-{generation}").exists():
             sys.exit(75)
         dist.init_process_group("gloo")
         total = torch.ones(1)
         dist.all_reduce(total)
         names = ("RESILIENCY_", "TORCHELASTIC_RESTART_COUNT", "MASTER_", "WORLD_SIZE", "GROUP_")
         there = {name: value for name, value in os.environ.items() if name.startswith(names)}
-        path = folder / f"there-{epoch}-{rank}"
+        path = folder / f"there-{generation}-{rank}"
         path.with_suffix(".new").write_text(json.dumps({"pid": os.getpid(), "sum": int(total), **there}))
         path.with_suffix(".new").rename(path)
         done = torch.zeros(1)
@@ -78,9 +78,9 @@ class Cluster:
         self.jobs[monitor] = self._launch(script, *flags, "--nproc-per-node", ranks, arguments=[self.folder], env=env)
         return monitor
 
-    def there(self, epoch: int, rank: int, timeout_s: float = 60.0) -> Any:
+    def there(self, generation: int, rank: int, timeout_s: float = 60.0) -> Any:
         """What a rank wrote when it had met the others."""
-        path, deadline = self.folder / f"there-{epoch}-{rank}", time.monotonic() + timeout_s
+        path, deadline = self.folder / f"there-{generation}-{rank}", time.monotonic() + timeout_s
         while not path.exists():
             assert time.monotonic() < deadline, f"{path.name} was not written:\n{self.text}"
             time.sleep(0.005)
@@ -96,7 +96,7 @@ class Cluster:
             job.descendants()
         (self.folder / "go").touch()
         for host in hosts:
-            assert host.wait("ended", epoch=self.supervisor.epoch)[1]["preempted"] is False
+            assert host.wait("ended", generation=self.supervisor.generation)[1]["preempted"] is False
         self.supervisor.complete()
         for job in self.jobs.values():
             if job.running:
@@ -127,27 +127,27 @@ def _kill(pid: int) -> float:
 def test_a_lost_rank_is_said_at_once_and_the_next_place_starts_all_again(stays: bool, cluster: Cluster) -> None:
     hosts = [cluster.host(stays=stays), cluster.host(stays=stays)]
     for host in hosts:
-        assert host.wait("waiting")[1]["epoch"] == 0
+        assert host.wait("waiting")[1]["generation"] == 0
     cluster.supervisor.place(*hosts, replicas=2, replicas_before=3)
     before = [cluster.there(1, rank) for rank in range(2)]
     for rank, (host, one) in enumerate(zip(hosts, before, strict=True)):
-        assert host.wait("running", epoch=1)[1]["ranks"] == {"0": [rank, one["pid"]]}
+        assert host.wait("running", generation=1)[1]["ranks"] == {"0": [rank, one["pid"]]}
         assert one["sum"] == 2
         said = {name: one[f"RESILIENCY_{name}"] for name in ("JOB", "ATTEMPT", "REPLICAS", "REPLICAS_BEFORE")}
         assert said == {"JOB": "job", "ATTEMPT": "1", "REPLICAS": "2", "REPLICAS_BEFORE": "3"}
         assert (one["TORCHELASTIC_RESTART_COUNT"], one["MASTER_ADDR"]) == ("0", "127.0.0.1")
-    pages = hosts[1].wait("pages", epoch=1)[1]["ranks"]
+    pages = hosts[1].wait("pages", generation=1)[1]["ranks"]
     assert [page["rank"] for page in pages] == [1]
 
     ended_s = _kill(before[1]["pid"])
-    said_s, lost = hosts[1].wait("lost", epoch=1, rank=1)
+    said_s, lost = hosts[1].wait("lost", generation=1, rank=1)
     print(f"said {1000 * (said_s - ended_s):.1f} ms after the end of the process")
     assert lost["signal"] == signal.SIGKILL and said_s - ended_s < 5
-    assert hosts[1].wait("waiting")[1]["epoch"] == 1
+    assert hosts[1].wait("waiting")[1]["generation"] == 1
     if stays:
-        assert hosts[0].wait("lost_peers", epoch=1)[1]["ranks"] == [0]
+        assert hosts[0].wait("lost_peers", generation=1)[1]["ranks"] == [0]
     else:
-        assert hosts[0].wait("lost", epoch=1, rank=0)[1]["exit_code"] == 1
+        assert hosts[0].wait("lost", generation=1, rank=0)[1]["exit_code"] == 1
     cluster.supervisor.place(*hosts)
     after = [cluster.there(2, rank) for rank in range(2)]
     assert (after[0]["pid"] == before[0]["pid"]) is stays
@@ -163,16 +163,16 @@ def test_a_lost_rank_is_said_at_once_and_the_next_place_starts_all_again(stays: 
 def test_a_warm_spare_takes_the_place_of_a_launcher_that_was_killed_and_fewer_hosts_go_on(cluster: Cluster) -> None:
     hosts = [cluster.host(), cluster.host()]
     spare = cluster.host()
-    assert spare.wait("waiting", warm=True)[1]["epoch"] == 0
+    assert spare.wait("waiting", warm=True)[1]["generation"] == 0
     cluster.supervisor.place(*hosts)
     before = [cluster.there(1, rank) for rank in range(2)]
     killed = cluster.jobs[hosts[1]]
     killed.descendants()
     os.kill(killed.pid, signal.SIGKILL)
-    hosts[0].wait("lost_peers", epoch=1)
+    hosts[0].wait("lost_peers", generation=1)
     assert killed.left() == []
     # It may take the supervisor long to find a host: nobody waits in the attempt that has ended.
-    assert hosts[0].wait("waiting", epoch=1)
+    assert hosts[0].wait("waiting", generation=1)
     assert hosts[0].said_of("lost") == []
     cluster.supervisor.place(hosts[0], spare)
     after = [cluster.there(2, rank) for rank in range(2)]
@@ -183,7 +183,7 @@ def test_a_warm_spare_takes_the_place_of_a_launcher_that_was_killed_and_fewer_ho
     cluster.supervisor.place(spare)  # alone, and node rank 0 now
     alone = cluster.there(3, 0)
     assert (alone["sum"], alone["WORLD_SIZE"], alone["pid"]) == (1, "1", after[1]["pid"])
-    assert hosts[0].wait("waiting", epoch=2)
+    assert hosts[0].wait("waiting", generation=2)
     cluster.finish(spare)
 
 
@@ -193,17 +193,17 @@ def test_a_place_is_withdrawn_and_given_again(cluster: Cluster) -> None:
     pids = [cluster.there(1, rank)["pid"] for rank in range(2)]
     ranks = [psutil.Process(pid) for pid in pids]
     cluster.supervisor.withdraw(host)
-    assert host.wait("waiting", epoch=1)
+    assert host.wait("waiting", generation=1)
     assert wait_ended(ranks, timeout_s=0) == [], "it waits when they have ended"
-    cluster.supervisor.place(host, epoch=1)  # of the past: its ranks have ended
+    cluster.supervisor.place(host, generation=1)  # of the past: its ranks have ended
     (cluster.folder / "slow-2").touch()
-    cluster.supervisor.place(host, epoch=2)
-    assert host.wait("running", epoch=2)
+    cluster.supervisor.place(host, generation=2)
+    assert host.wait("running", generation=2)
     assert len(host.said_of("running")) == 2
     # Ranks that were told to leave, and wait for what follows, end with the place, too.
     _wait_for(cluster.folder / "came-2-0")
     os.kill(host.said_of("running")[-1]["ranks"]["1"][1], signal.SIGKILL)
-    assert host.wait("waiting", epoch=2)
+    assert host.wait("waiting", generation=2)
     stays = psutil.Process(host.said_of("running")[-1]["ranks"]["0"][1])
     assert stays.is_running()
     cluster.supervisor.withdraw(host)
@@ -215,24 +215,24 @@ def test_a_place_is_withdrawn_and_given_again(cluster: Cluster) -> None:
 
 def test_ranks_go_on_while_the_monitor_is_away_and_it_is_told_again_what_is_true(cluster: Cluster) -> None:
     host = cluster.host(ranks=2)
-    host.wait("waiting", epoch=0)
+    host.wait("waiting", generation=0)
     host.close()  # while it waits
     host.open()
-    assert host.wait("waiting", epoch=0)
+    assert host.wait("waiting", generation=0)
     cluster.supervisor.place(host)
     pids = [cluster.there(1, rank)["pid"] for rank in range(2)]
-    host.wait("pages", epoch=1)
+    host.wait("pages", generation=1)
     host.close()  # in the middle of the training
     host.open()
-    assert host.wait("master", epoch=1)
-    again = host.wait("running", epoch=1)[1]["ranks"]
+    assert host.wait("master", generation=1)
+    again = host.wait("running", generation=1)[1]["ranks"]
     assert [again[str(rank)] for rank in range(2)] == [[rank, pid] for rank, pid in enumerate(pids)]
     beats = _page_when(host, lambda page: page["beats"] > 0)["beats"]
     assert _page_when(host, lambda page: True)["beats"] > beats, "they train on"
     host.close()
     os.kill(pids[1], signal.SIGKILL)  # while nobody hears it
     host.open()
-    assert host.wait("lost", epoch=1)[1]["rank"] == 1
+    assert host.wait("lost", generation=1)[1]["rank"] == 1
     cluster.supervisor.place(host)
     assert cluster.there(2, 0)["pid"] == pids[0]
     cluster.finish(host)
@@ -242,13 +242,13 @@ def test_a_rank_that_has_finished_runs_again_when_a_peer_fails(cluster: Cluster)
     hosts = [cluster.host(), cluster.host()]
     (cluster.folder / "finish-1-0").touch()
     cluster.supervisor.place(*hosts)
-    assert hosts[0].wait("ended", epoch=1)[1]["preempted"] is False
-    _, running = hosts[1].wait("running", epoch=1)
+    assert hosts[0].wait("ended", generation=1)[1]["preempted"] is False
+    _, running = hosts[1].wait("running", generation=1)
     os.kill(running["ranks"]["0"][1], signal.SIGKILL)
-    hosts[1].wait("lost", epoch=1)
+    hosts[1].wait("lost", generation=1)
     cluster.supervisor.place(*hosts)
     assert [cluster.there(2, rank)["sum"] for rank in range(2)] == [2, 2]
-    assert {one["epoch"] for one in hosts[0].said_of("waiting")} == {0}, "that it has finished says as much"
+    assert {one["generation"] for one in hosts[0].said_of("waiting")} == {0}, "that it has finished says as much"
     cluster.finish(*hosts)
 
 
@@ -257,7 +257,7 @@ def test_ranks_that_were_told_to_go_have_ended_and_are_not_lost(stays: bool, clu
     host = cluster.host(ranks=2, stays=stays)
     (cluster.folder / "preempt-1").touch()
     cluster.supervisor.place(host)
-    assert host.wait("ended", epoch=1)[1]["preempted"] is True
+    assert host.wait("ended", generation=1)[1]["preempted"] is True
     assert host.said_of("lost") == []
     cluster.supervisor.place(host)  # the machine stays after all
     assert [cluster.there(2, rank)["sum"] for rank in range(2)] == [2, 2]
@@ -273,12 +273,12 @@ def test_of_two_places_the_newer_one_counts_also_while_ranks_start(cluster: Clus
     cluster.supervisor.place(*hosts)
     cluster.supervisor.place(*hosts)  # ranks of this one are slow to start
     for host in hosts:
-        host.wait("running", epoch=3)
+        host.wait("running", generation=3)
     cluster.supervisor.place(*reversed(hosts))
     there = [cluster.there(4, rank) for rank in range(4)]
     assert [one["sum"] for one in there] == [4] * 4
     assert [one["GROUP_RANK"] for one in there] == ["0", "0", "1", "1"]
-    assert there[0]["pid"] == hosts[1].wait("running", epoch=4)[1]["ranks"]["0"][1]
+    assert there[0]["pid"] == hosts[1].wait("running", generation=4)[1]["ranks"]["0"][1]
     cluster.finish(*hosts)
 
 
@@ -288,12 +288,12 @@ def test_another_place_ends_the_wait_of_a_launcher_whose_ranks_train(cluster: Cl
     cluster.there(1, 0)
     took_s = []
     for _ in range(2):
-        _page_when(host, lambda page: page["beats"] > 0, epoch=cluster.supervisor.epoch)
+        _page_when(host, lambda page: page["beats"] > 0, generation=cluster.supervisor.generation)
         host.wait("pages")  # it looks again in a second
         given_s = time.monotonic()
-        epoch = cluster.supervisor.place(host)
-        took_s.append(host.wait("running", epoch=epoch)[0] - given_s)
-        cluster.there(epoch, 0)
+        generation = cluster.supervisor.place(host)
+        took_s.append(host.wait("running", generation=generation)[0] - given_s)
+        cluster.there(generation, 0)
     print(f"ranks were told {', '.join(f'{1000 * one:.0f}' for one in took_s)} ms after the place was given")
     assert min(took_s) < 0.8
     cluster.finish(host)
@@ -324,8 +324,8 @@ def test_what_is_not_understood_is_refused_and_ends_nothing(cluster: Cluster) ->
     pid = cluster.there(1, 0)["pid"]
     _page_when(host, lambda page: page["beats"] > 0)
     _say_nonsense(host)
-    host.tell({"kind": "place", "epoch": 9}, {"kind": "stacks"}, {"kind": "save", "step": 7})
-    assert "has no callback that saves on request" in host.wait("saved", epoch=1)[1]["problem"]
+    host.tell({"kind": "place", "generation": 9}, {"kind": "stacks"}, {"kind": "save", "step": 7})
+    assert "has no callback that saves on request" in host.wait("saved", generation=1)[1]["problem"]
     deadline = time.monotonic() + 30
     while "Thread 0x" not in cluster.jobs[host].text:  # the rank writes its stacks when it gets to it
         assert time.monotonic() < deadline, cluster.jobs[host].text
@@ -400,10 +400,10 @@ def _wait_for(path: Path, timeout_s: float = 60.0) -> None:
         time.sleep(0.005)
 
 
-def _page_when(host: FakeMonitor, shows: Callable[[dict[str, Any]], bool], epoch: int = 1) -> dict[str, Any]:
+def _page_when(host: FakeMonitor, shows: Callable[[dict[str, Any]], bool], generation: int = 1) -> dict[str, Any]:
     """What is said of the host's first rank when it shows that."""
     for _ in range(30):
-        page: dict[str, Any] = host.wait("pages", epoch=epoch)[1]["ranks"][0]
+        page: dict[str, Any] = host.wait("pages", generation=generation)[1]["ranks"][0]
         if shows(page):
             return page
     raise AssertionError(f"the last page was {page}")

@@ -32,17 +32,17 @@ SCRIPT = """
 
     class Says(Callback):
         def on_train_start(self, trainer, module):
-            epoch = os.environ.get("RESILIENCY_ATTEMPT", "1")
+            generation = os.environ.get("RESILIENCY_ATTEMPT", "1")
             draft = folder / f"draft-{os.getpid()}"  # who reads the other name finds all of it
             draft.write_text(f"{os.getpid()} {trainer.global_step}")
-            draft.rename(folder / f"began-{epoch}-{trainer.global_rank}")
+            draft.rename(folder / f"began-{generation}-{trainer.global_rank}")
 
         def on_train_batch_end(self, trainer, *_):
-            epoch = os.environ.get("RESILIENCY_ATTEMPT", "0")
-            (folder / f"step-{epoch}-{trainer.global_rank}-{trainer.global_step}").touch()
-            while trainer.global_step == 12 * int(epoch):  # somebody dies here
+            generation = os.environ.get("RESILIENCY_ATTEMPT", "0")
+            (folder / f"step-{generation}-{trainer.global_rank}-{trainer.global_step}").touch()
+            while trainer.global_step == 12 * int(generation):  # somebody dies here
                 time.sleep(0.01)
-                if (folder / f"go-{epoch}").exists():
+                if (folder / f"go-{generation}").exists():
                     break
 
     class Net(LightningModule):
@@ -118,12 +118,12 @@ def test_weights_after_a_lost_host_and_a_lost_rank_are_those_of_an_undisturbed_r
             assert step == 10, "from the newest checkpoint, on the spare as well"
             _read(disturbed / f"step-2-{rank}-24")
         os.kill(pids[1], signal.SIGKILL)
-        hosts[1].wait("lost", epoch=2)
+        hosts[1].wait("lost", generation=2)
         supervisor.place(spare, hosts[1])
         assert [int(_read(disturbed / f"began-3-{rank}").split()[1]) for rank in range(2)] == [20, 20]
         (disturbed / "go-3").touch()
         for one in (spare, hosts[1]):
-            one.wait("ended", epoch=3)
+            one.wait("ended", generation=3)
         supervisor.complete()
         assert [jobs[one].wait() for one in (spare, hosts[1])] == [0, 0]
     finally:

@@ -47,8 +47,8 @@ def main():
     to_test = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     to_test.bind(own + f".{os.getpid()}")
     to_test.connect(test)
-    monitor, epoch, ranks = None, 0, {}
-    standing = {"kind": "waiting", "epoch": 0}
+    monitor, generation, ranks = None, 0, {}
+    standing = {"kind": "waiting", "generation": 0}
 
     def tell(**fields):
         to_test.send(json.dumps({"pid": os.getpid(), **fields}).encode())
@@ -97,18 +97,18 @@ def main():
                 monitor = None
                 tell(event="disconnected")
                 continue
-            if message["kind"] == "place" and message["epoch"] > epoch:
+            if message["kind"] == "place" and message["generation"] > generation:
                 for pid in ranks.values():
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
-                epoch = message["epoch"]
+                generation = message["generation"]
                 first = message["node_rank"] * 2
                 ranks = {first: fork_rank(), first + 1: fork_rank()}
                 if message["node_rank"] == 0:
-                    send(monitor, {"kind": "master", "epoch": epoch, "address": "127.0.0.1:29500"})
+                    send(monitor, {"kind": "master", "generation": generation, "address": "127.0.0.1:29500"})
                 standing = {
                     "kind": "running",
-                    "epoch": epoch,
+                    "generation": generation,
                     "ranks": {str(at): [rank, pid] for at, (rank, pid) in enumerate(ranks.items())},
                 }
                 send(monitor, standing)
@@ -117,7 +117,7 @@ def main():
                     os.kill(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
                 ranks = {}
-                standing = {"kind": "waiting", "epoch": epoch}
+                standing = {"kind": "waiting", "generation": generation}
                 send(monitor, standing)
             tell(event="told", message=message, ranks=ranks)
             if message["kind"] == "completed":

@@ -214,8 +214,8 @@ class Launchers:
                 os.kill(pid, signal.SIGKILL)
 
 
-def place(epoch: int, *, node_rank: int = 0, nodes: int = 2, **fields: Any) -> Place:
-    return Place(**{"workload": "job", "epoch": epoch, "node_rank": node_rank, "nodes": nodes, **fields})
+def place(generation: int, *, node_rank: int = 0, nodes: int = 2, **fields: Any) -> Place:
+    return Place(**{"workload": "job", "generation": generation, "node_rank": node_rank, "nodes": nodes, **fields})
 
 
 class Host:
@@ -259,11 +259,11 @@ class Host:
         running, self._running = self._running, None
         return await asyncio.wait_for(running, DEADLINE_S)
 
-    async def with_place(self, epoch: int = 1, **fields: Any) -> dict[str, Any]:
+    async def with_place(self, generation: int = 1, **fields: Any) -> dict[str, Any]:
         """Until the launcher has a place, and the supervisor knows; what the launcher was told."""
-        await self.supervisor.want(place=place(epoch, **fields))
-        told = await self.launchers.next("told", kind="place", epoch=epoch)
-        await self.supervisor.report(lambda one: one.epoch == epoch)
+        await self.supervisor.want(place=place(generation, **fields))
+        told = await self.launchers.next("told", kind="place", generation=generation)
+        await self.supervisor.report(lambda one: one.generation == generation)
         return told
 
 

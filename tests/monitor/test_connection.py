@@ -42,21 +42,23 @@ def test_what_was_seen_while_the_supervisor_was_away_is_said_afterwards(tmp_path
         host.start_monitor()
         pid = (await host.with_place(1))["pid"]
         await host.supervisor.stop()
-        host.launchers.say(pid, kind="lost", epoch=1, rank=1, signal=9)
+        host.launchers.say(pid, kind="lost", generation=1, rank=1, signal=9)
         await host.supervisor.start()  # at the same address
         (seen,) = await host.supervisor.observed(1)
-        assert (seen.kind, seen.rank, seen.epoch) == (ObservationKind.WORKER_LOST, 1, 1)
+        assert (seen.kind, seen.rank, seen.generation) == (ObservationKind.WORKER_LOST, 1, 1)
         again = await host.with_place(2)
         assert again["pid"] == pid, "training went on"
 
     on_host(tmp_path, scenario)
 
 
-def test_what_was_said_to_a_supervisor_that_died_is_said_to_the_next_until_the_epoch_is_over(tmp_path: Path) -> None:
+def test_what_was_said_to_a_supervisor_that_died_is_said_to_the_next_until_the_generation_is_over(
+    tmp_path: Path,
+) -> None:
     async def scenario(host: Host) -> None:
         host.start_monitor()
         pid = (await host.with_place(1))["pid"]
-        host.launchers.say(pid, kind="lost", epoch=1, rank=1, signal=9)
+        host.launchers.say(pid, kind="lost", generation=1, rank=1, signal=9)
         await host.supervisor.observed(1)
         for count in (2, 3):
             await host.supervisor.stop()
@@ -208,11 +210,11 @@ def test_a_checkpoint_is_what_the_launcher_says_it_is(tmp_path: Path) -> None:
         pid = (await host.with_place(1))["pid"]
         await host.supervisor.want(place=place(1), asks=(ask(StepKind.CHECKPOINT, plan=1),))
         await host.launchers.next("told", kind="save")
-        host.launchers.say(pid, kind="saved", epoch=1, problem="")
+        host.launchers.say(pid, kind="saved", generation=1, problem="")
         await host.supervisor.until(lambda: host.supervisor.answers)
         await host.supervisor.want(place=place(1), asks=(ask(StepKind.CHECKPOINT, plan=2),))
         await host.launchers.next("told", kind="save")
-        host.launchers.say(pid, kind="saved", epoch=1, problem="nothing saves on request")
+        host.launchers.say(pid, kind="saved", generation=1, problem="nothing saves on request")
         await host.supervisor.until(lambda: len(host.supervisor.answers) == 2)
         await host.supervisor.want(place=place(1), asks=(ask(StepKind.CHECKPOINT, plan=3, timeout_s=0.3),))
         await host.supervisor.until(lambda: len(host.supervisor.answers) == 3)
@@ -238,7 +240,7 @@ def test_a_signal_reaches_the_ranks_that_run_once_and_no_signal_that_nobody_can_
         try:
             host.start_monitor()
             pid = (await host.with_place(1))["pid"]
-            host.launchers.say(pid, kind="running", epoch=1, ranks={"0": [0, rank.pid]})
+            host.launchers.say(pid, kind="running", generation=1, ranks={"0": [0, rank.pid]})
             await until(said.exists)
             given = [ask(StepKind.SIGNAL, at=1, signal=int(signal.SIGUSR1)), ask(StepKind.SIGNAL, at=2, signal=9)]
             await until(lambda: rank.pid in host.monitor._seen.running.values())
@@ -352,9 +354,11 @@ def test_a_token_is_read_without_its_line_end_and_a_bad_file_is_refused(tmp_path
 # ---- the outbox alone
 
 
-def seen(epoch: int = 0, rank: int | None = None, device: str = "") -> Observation:
-    kind = ObservationKind.WORKER_LOST if epoch else ObservationKind.DEVICE_FAULT
-    return Observation(kind=kind, host="h", workload="job" if epoch else "", epoch=epoch, rank=rank, device=device)
+def seen(generation: int = 0, rank: int | None = None, device: str = "") -> Observation:
+    kind = ObservationKind.WORKER_LOST if generation else ObservationKind.DEVICE_FAULT
+    return Observation(
+        kind=kind, host="h", workload="job" if generation else "", generation=generation, rank=rank, device=device
+    )
 
 
 def test_a_fault_of_a_device_is_said_until_it_was_received_and_not_again() -> None:
@@ -371,13 +375,13 @@ def test_a_fault_of_a_device_is_said_until_it_was_received_and_not_again() -> No
     assert outbox.take() is None and not outbox.kept
 
 
-def test_what_is_of_an_epoch_is_kept_until_it_is_over_and_once() -> None:
+def test_what_is_of_a_generation_is_kept_until_it_is_over_and_once() -> None:
     outbox = Outbox()
     assert outbox.add(seen(1, 0)) and outbox.add(seen(1, 1)) and not outbox.add(seen(1, 0))
     outbox.received(outbox.take()[0])
     outbox.connected()
     assert len(outbox.take()[1]) == 2
-    outbox.epoch_is("job", 2)
+    outbox.generation_is("job", 2)
     outbox.connected()
     assert outbox.take() is None
 
@@ -416,10 +420,10 @@ def test_a_plan_of_the_same_number_of_another_state_file_is_not_answered_from_me
         program.chmod(0o700)
         host.start_monitor(reset_command=str(program))
         await host.launchers.next("connected")
-        first = Ask(plan=3, at=0, epoch=4, kind=StepKind.RESET_DEVICES, timeout_s=10.0)
-        for epoch, resets in ((4, 1), (4, 1), (9, 2)):
+        first = Ask(plan=3, at=0, generation=4, kind=StepKind.RESET_DEVICES, timeout_s=10.0)
+        for generation, resets in ((4, 1), (4, 1), (9, 2)):
             said = len(host.supervisor.answers)
-            await host.supervisor.want(asks=(replace(first, epoch=epoch),))
+            await host.supervisor.want(asks=(replace(first, generation=generation),))
             await host.supervisor.until(lambda said=said: len(host.supervisor.answers) > said)
             assert done.read_text().count("reset") == resets
 

@@ -36,7 +36,7 @@ def test_a_device_that_asks_for_a_reset_gets_it_and_its_host_keeps_its_place(tmp
     program.chmod(0o700)
 
     async def train(launchers: Launchers) -> None:
-        """Pages of whatever epoch the launcher was given last."""
+        """Pages of whatever generation the launcher was given last."""
         beats = 0
         while True:
             beats += 1
@@ -44,7 +44,9 @@ def test_a_device_that_asks_for_a_reset_gets_it_and_its_host_keeps_its_place(tmp
             if told and told[-1]["pid"] == launchers.started[-1]:
                 page = {"rank": 0, "beats": beats, "step": beats, "phase": "training", "watched": True}
                 with suppress(OSError):  # it has just ended
-                    launchers.say(told[-1]["pid"], kind="pages", epoch=told[-1]["message"]["epoch"], ranks=[page])
+                    launchers.say(
+                        told[-1]["pid"], kind="pages", generation=told[-1]["message"]["generation"], ranks=[page]
+                    )
             await asyncio.sleep(0.05)
 
     async def work() -> None:
@@ -67,9 +69,13 @@ def test_a_device_that_asks_for_a_reset_gets_it_and_its_host_keeps_its_place(tmp
                 service = supervisor.service
                 assert service is not None
 
-                def runs(epoch: int) -> bool:
+                def runs(generation: int) -> bool:
                     workload = service.decided.workloads.get("job")
-                    return workload is not None and workload.state is WorkloadState.RUNNING and workload.epoch == epoch
+                    return (
+                        workload is not None
+                        and workload.state is WorkloadState.RUNNING
+                        and workload.generation == generation
+                    )
 
                 await until(lambda: runs(1))
                 device.broken = True

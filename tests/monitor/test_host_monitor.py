@@ -29,10 +29,10 @@ def test_a_place_reaches_the_launcher_and_its_master_the_supervisor(tmp_path: Pa
         assert hello[0].host == "host-a" and host.supervisor.tokens == [f"Bearer {TOKEN}"]
         await host.supervisor.want(place=place(1, replicas=2, replicas_before=3))
         told = (await host.launchers.next("told", kind="place"))["message"]
-        assert (told["epoch"], told["node_rank"], told["nodes"], told["master"]) == (1, 0, 2, "")
+        assert (told["generation"], told["node_rank"], told["nodes"], told["master"]) == (1, 0, 2, "")
         assert (told["workload"], told["replicas"], told["replicas_before"]) == ("job", 2, 3)
         report = await host.supervisor.report(lambda one: one.master)
-        assert (report.workload, report.epoch, report.master) == ("job", 1, "127.0.0.1:29500")
+        assert (report.workload, report.generation, report.master) == ("job", 1, "127.0.0.1:29500")
         await host.supervisor.want(place=place(1, master="127.0.0.1:29500"))
         assert (await host.launchers.next("told", kind="place"))["message"]["master"] == "127.0.0.1:29500"
 
@@ -60,10 +60,10 @@ def test_what_happens_is_said_before_the_period_is_over(tmp_path: Path) -> None:
         host.supervisor.period_s = 60.0
         host.start_monitor()
         pid = (await host.with_place(1))["pid"]
-        host.launchers.say(pid, kind="lost", epoch=1, rank=1, signal=9, reason="killed")
-        host.launchers.say(pid, kind="lost", epoch=1, rank=0, exit_code=3)
+        host.launchers.say(pid, kind="lost", generation=1, rank=1, signal=9, reason="killed")
+        host.launchers.say(pid, kind="lost", generation=1, rank=0, exit_code=3)
         seen = await host.supervisor.observed(2)
-        assert [(one.rank, one.epoch, one.workload, one.detail) for one in seen] == [
+        assert [(one.rank, one.generation, one.workload, one.detail) for one in seen] == [
             (1, 1, "job", "signal 9: killed"),
             (0, 1, "job", "exit status 3"),
         ]
@@ -72,20 +72,22 @@ def test_what_happens_is_said_before_the_period_is_over(tmp_path: Path) -> None:
     on_host(tmp_path, scenario)
 
 
-def test_pages_come_with_reports_and_those_of_another_epoch_do_not(tmp_path: Path) -> None:
+def test_pages_come_with_reports_and_those_of_another_generation_do_not(tmp_path: Path) -> None:
     async def scenario(host: Host) -> None:
         host.start_monitor()
         pid = (await host.with_place(2))["pid"]
         page = {"rank": 0, "beats": 7, "step": 6, "phase": "training", "watched": True, "quiet_s": 0.1, "new_field": 1}
-        host.launchers.say(pid, kind="pages", epoch=1, ranks=[{"rank": 5}])
-        host.launchers.say(pid, kind="pages", epoch=2, ranks=[{k: v for k, v in page.items() if k != "new_field"}])
+        host.launchers.say(pid, kind="pages", generation=1, ranks=[{"rank": 5}])
+        host.launchers.say(pid, kind="pages", generation=2, ranks=[{k: v for k, v in page.items() if k != "new_field"}])
         report = await host.supervisor.report(lambda one: one.ranks)
         assert [(one.rank, one.step, one.watched) for one in report.ranks] == [(0, 6, True)]
 
     on_host(tmp_path, scenario)
 
 
-def test_a_launcher_that_dies_loses_all_its_ranks_and_is_started_again_but_not_given_the_epoch(tmp_path: Path) -> None:
+def test_a_launcher_that_dies_loses_all_its_ranks_and_is_started_again_but_not_given_the_generation(
+    tmp_path: Path,
+) -> None:
     async def scenario(host: Host) -> None:
         host.start_monitor()
         told = await host.with_place(1)
@@ -97,7 +99,7 @@ def test_a_launcher_that_dies_loses_all_its_ranks_and_is_started_again_but_not_g
         assert second != told["pid"]
         await host.supervisor.want(place=place(2))
         again = await host.launchers.next("told", kind="place")
-        assert again["pid"] == second and again["message"]["epoch"] == 2, "epoch 1 was given twice"
+        assert again["pid"] == second and again["message"]["generation"] == 2, "generation 1 was given twice"
 
     on_host(tmp_path, scenario)
 
@@ -107,7 +109,7 @@ def test_the_last_words_of_a_launcher_are_heard(tmp_path: Path) -> None:
         host.start_monitor()
         pid = (await host.with_place(1))["pid"]
         os.kill(pid, signal.SIGSTOP)
-        host.launchers.say(pid, kind="lost", epoch=1, rank=0, exit_code=3)
+        host.launchers.say(pid, kind="lost", generation=1, rank=0, exit_code=3)
         host.launchers.do(pid, do="exit", status=3)
         monitor = host.monitor
         assert monitor is not None
@@ -129,7 +131,7 @@ def test_no_place_ends_the_ranks_and_the_launcher_stays(tmp_path: Path) -> None:
         told = await host.with_place(1)
         await host.supervisor.want(place=None)
         await host.launchers.next("told", kind="no_place")
-        await host.supervisor.report(lambda one: one.epoch == 0, since=len(host.supervisor.heard))
+        await host.supervisor.report(lambda one: one.generation == 0, since=len(host.supervisor.heard))
         assert not lost(host), "ranks that were told to end are no news"
         again = await host.with_place(2)
         assert again["pid"] == told["pid"]
@@ -137,7 +139,7 @@ def test_no_place_ends_the_ranks_and_the_launcher_stays(tmp_path: Path) -> None:
     on_host(tmp_path, scenario)
 
 
-def test_an_epoch_that_was_withdrawn_is_not_given_again(tmp_path: Path) -> None:
+def test_a_generation_that_was_withdrawn_is_not_given_again(tmp_path: Path) -> None:
     async def scenario(host: Host) -> None:
         host.start_monitor()
         await host.with_place(1)
@@ -151,17 +153,17 @@ def test_an_epoch_that_was_withdrawn_is_not_given_again(tmp_path: Path) -> None:
     on_host(tmp_path, scenario)
 
 
-def test_an_older_epoch_is_not_obeyed(tmp_path: Path) -> None:
+def test_an_older_generation_is_not_obeyed(tmp_path: Path) -> None:
     async def scenario(host: Host) -> None:
         host.start_monitor()
         await host.with_place(5)
         await host.supervisor.want(place=place(4), asks=(Ask(plan=0, at=0, kind=StepKind.VERIFY, timeout_s=5),))
         await host.supervisor.until(lambda: host.supervisor.answers)  # it has been taken note of
         await host.supervisor.want(place=place(6))
-        await host.launchers.next("told", kind="place", epoch=6)
+        await host.launchers.next("told", kind="place", generation=6)
         told = [one["message"] for one in host.launchers.events if one["event"] == "told"]
         # 5 may be told twice, once with the address that the launcher has said itself.
-        assert {one["epoch"] for one in told if one["kind"] == "place"} == {5, 6}
+        assert {one["generation"] for one in told if one["kind"] == "place"} == {5, 6}
 
     on_host(tmp_path, scenario)
 
@@ -179,8 +181,8 @@ def test_a_lower_term_is_not_obeyed_also_after_a_restart_of_the_monitor(tmp_path
         await host.supervisor.until(lambda: host.supervisor.connections >= count + 2)  # it hangs up, and tries again
         host.supervisor.term = 7
         host.supervisor.desired = Desired(term=7, place=place(3))
-        await host.launchers.next("told", kind="place", epoch=3)
-        assert not [one for one in host.launchers.events if one.get("message", {}).get("epoch") == 2]
+        await host.launchers.next("told", kind="place", generation=3)
+        assert not [one for one in host.launchers.events if one.get("message", {}).get("generation") == 2]
 
     on_host(tmp_path, scenario)
 
@@ -194,8 +196,8 @@ def test_a_desire_of_a_lower_term_on_a_good_connection_ends_it(tmp_path: Path) -
         await host.supervisor.say(pack(Desired(term=2, place=place(9))))
         await host.supervisor.until(lambda: host.supervisor.connections > count)
         await host.supervisor.want(place=place(2))
-        assert (await host.launchers.next("told", kind="place", epoch=2)) and not [
-            one for one in host.launchers.events if one.get("message", {}).get("epoch") == 9
+        assert (await host.launchers.next("told", kind="place", generation=2)) and not [
+            one for one in host.launchers.events if one.get("message", {}).get("generation") == 9
         ]
 
     on_host(tmp_path, scenario)
@@ -240,7 +242,7 @@ def test_a_completed_job_ends_the_launcher_and_is_not_started_again(tmp_path: Pa
     async def scenario(host: Host) -> None:
         host.start_monitor(exit_when_completed=True)
         pid = (await host.with_place(1))["pid"]
-        host.launchers.say(pid, kind="ended", epoch=1, preempted=False)
+        host.launchers.say(pid, kind="ended", generation=1, preempted=False)
         await host.supervisor.report(lambda one: one.ended)
         await host.supervisor.want(completed=True)
         await host.launchers.next("told", kind="completed")
@@ -250,15 +252,15 @@ def test_a_completed_job_ends_the_launcher_and_is_not_started_again(tmp_path: Pa
     on_host(tmp_path, scenario)
 
 
-def test_ranks_that_have_finished_run_again_in_the_next_epoch(tmp_path: Path) -> None:
+def test_ranks_that_have_finished_run_again_in_the_next_generation(tmp_path: Path) -> None:
     async def scenario(host: Host) -> None:
         host.start_monitor()
         pid = (await host.with_place(1))["pid"]
-        host.launchers.say(pid, kind="ended", epoch=1, preempted=True)
+        host.launchers.say(pid, kind="ended", generation=1, preempted=True)
         report = await host.supervisor.report(lambda one: one.ended)
         assert report.preempted
         await host.with_place(2)
-        report = await host.supervisor.report(lambda one: one.epoch == 2)
+        report = await host.supervisor.report(lambda one: one.generation == 2)
         assert not report.ended and not report.preempted
 
     on_host(tmp_path, scenario)
@@ -272,12 +274,12 @@ def test_ranks_that_lost_a_peer_are_news_only_when_nobody_says_which(
     async def scenario(host: Host) -> None:
         host.start_monitor()
         pid = (await host.with_place(1))["pid"]
-        host.launchers.say(pid, kind="lost_peers", epoch=1, ranks=[0, 1])
-        host.launchers.say(pid, kind="waiting", epoch=1)
+        host.launchers.say(pid, kind="lost_peers", generation=1, ranks=[0, 1])
+        host.launchers.say(pid, kind="waiting", generation=1)
         await host.with_place(2)
         await asyncio.sleep(0.4)
         assert not host.supervisor.observations
-        host.launchers.say(pid, kind="lost_peers", epoch=2, ranks=[0, 1])
+        host.launchers.say(pid, kind="lost_peers", generation=2, ranks=[0, 1])
         (seen,) = await host.supervisor.observed(1)
         assert seen.kind is ObservationKind.NO_PROGRESS and "0, 1" in seen.detail
 
@@ -288,9 +290,9 @@ def test_a_launcher_that_waits_without_a_reason_has_lost_its_ranks(tmp_path: Pat
     async def scenario(host: Host) -> None:
         host.start_monitor()
         pid = (await host.with_place(1))["pid"]
-        host.launchers.say(pid, kind="waiting", epoch=1)
+        host.launchers.say(pid, kind="waiting", generation=1)
         (seen,) = await host.supervisor.observed(1)
-        assert seen.kind is ObservationKind.WORKER_LOST and seen.rank is None and seen.epoch == 1
+        assert seen.kind is ObservationKind.WORKER_LOST and seen.rank is None and seen.generation == 1
 
     on_host(tmp_path, scenario)
 
@@ -325,8 +327,8 @@ def test_a_launcher_that_does_not_end_is_killed_and_so_are_ranks_that_nobody_els
         rank = await asyncio.create_subprocess_exec("sleep", "600")  # as one that is not forked: it outlives
         host.start_monitor(stop_s=0.2)
         pid = (await host.with_place(1))["pid"]
-        host.launchers.say(pid, kind="running", epoch=1, ranks={"0": [0, rank.pid]})
-        host.launchers.say(pid, kind="master", epoch=1, address="here:2")
+        host.launchers.say(pid, kind="running", generation=1, ranks={"0": [0, rank.pid]})
+        host.launchers.say(pid, kind="master", generation=1, address="here:2")
         await host.supervisor.report(lambda one: one.master == "here:2")
         os.kill(pid, signal.SIGSTOP)
         await host.stop_monitor()
@@ -349,18 +351,18 @@ def test_a_second_monitor_of_a_state_folder_is_refused(tmp_path: Path) -> None:
     on_host(tmp_path, scenario)
 
 
-def test_an_epoch_that_is_not_obeyed_is_answered_with_the_one_that_was_had(tmp_path: Path) -> None:
+def test_a_generation_that_is_not_obeyed_is_answered_with_the_one_that_was_had(tmp_path: Path) -> None:
     async def scenario(host: Host) -> None:
         host.supervisor.period_s = 60.0
         host.start_monitor()
         await host.with_place(7)
         await host.supervisor.want(place=None)
         await host.launchers.next("told", kind="no_place")
-        await host.supervisor.report(lambda one: one.epoch == 0)
+        await host.supervisor.report(lambda one: one.generation == 0)
         since = len(host.supervisor.heard)
         await host.supervisor.want(place=place(1))
-        report = await host.supervisor.report(lambda one: one.epoch, since=since)
-        assert (report.workload, report.epoch, report.ranks) == ("job", 7, ())
+        report = await host.supervisor.report(lambda one: one.generation, since=since)
+        assert (report.workload, report.generation, report.ranks) == ("job", 7, ())
 
     on_host(tmp_path, scenario)
 

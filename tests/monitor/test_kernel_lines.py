@@ -259,8 +259,8 @@ def test_why_the_kernel_has_killed_a_rank_is_said_and_of_other_processes_nothing
         await host.supervisor.until(lambda: watchdog.cursor())
         with kernel.open("a") as file:
             file.write(f"{KILLED[0].format(rank)}\n{KILLED[1].format(1)}\n")
-        host.launchers.say(pid, kind="lost", epoch=1, rank=0, signal=int(signal.SIGKILL), reason="by hand")
-        host.launchers.say(pid, kind="lost", epoch=1, rank=1, signal=int(signal.SIGKILL))
+        host.launchers.say(pid, kind="lost", generation=1, rank=0, signal=int(signal.SIGKILL), reason="by hand")
+        host.launchers.say(pid, kind="lost", generation=1, rank=1, signal=int(signal.SIGKILL))
         seen = {one.rank: one.detail for one in await host.supervisor.observed(2)}
         assert seen[0] == "signal 9: by hand"
         why = ": the kernel was out of memory: Out of memory: Killed process "
@@ -292,10 +292,10 @@ def test_killed_ranks_are_reported_once_also_while_the_log_is_read(tmp_path: Pat
         pid = (await host.with_place(1))["pid"]
         await host.supervisor.until(lambda: watchdog.cursor())
         for rank in (0, 1):
-            host.launchers.say(pid, kind="lost", epoch=1, rank=rank, signal=int(signal.SIGKILL))
+            host.launchers.say(pid, kind="lost", generation=1, rank=rank, signal=int(signal.SIGKILL))
         if then == "waits":
-            host.launchers.say(pid, kind="waiting", epoch=1, warm=True)
-            host.launchers.say(pid, kind="lost", epoch=1, rank=2, exit_code=1)
+            host.launchers.say(pid, kind="waiting", generation=1, warm=True)
+            host.launchers.say(pid, kind="lost", generation=1, rank=2, exit_code=1)
             await host.supervisor.observed(1)
         else:
             host.launchers.do(pid, do="exit", status=1)

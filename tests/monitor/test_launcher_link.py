@@ -30,9 +30,9 @@ def test_a_process_that_is_not_the_launcher_is_not_listened_to(tmp_path: Path) -
         host.start_monitor()
         pid = (await host.with_place(1))["pid"]
         with connect(host) as end:
-            send(end, {"kind": "lost", "epoch": 1, "rank": 0, "signal": 9})
+            send(end, {"kind": "lost", "generation": 1, "rank": 0, "signal": 9})
             assert await asyncio.to_thread(end.recv, 1) == b""
-        host.launchers.say(pid, kind="lost", epoch=1, rank=1, signal=9)
+        host.launchers.say(pid, kind="lost", generation=1, rank=1, signal=9)
         (seen,) = await host.supervisor.observed(1)
         assert seen.rank == 1
 
@@ -44,8 +44,8 @@ def test_a_process_that_is_not_the_launcher_is_not_listened_to(tmp_path: Path) -
     [
         {"do": "raw", "hex": b"garbage".hex()},
         {"do": "raw", "hex": b'{"kind":"explode"}'.hex()},
-        {"do": "raw", "hex": b'{"kind":"lost","epoch":1,"rank":"0"}'.hex()},
-        {"do": "raw", "hex": b'{"kind":"running","epoch":1,"ranks":{"0":[0,-1]}}'.hex()},
+        {"do": "raw", "hex": b'{"kind":"lost","generation":1,"rank":"0"}'.hex()},
+        {"do": "raw", "hex": b'{"kind":"running","generation":1,"ranks":{"0":[0,-1]}}'.hex()},
         {"do": "raw", "hex": b"[]".hex()},
         {"do": "raw", "hex": b'{"kind":"control","action":"partition","seconds":60}'.hex()},
         {"do": "packet"},
@@ -57,7 +57,7 @@ def test_nonsense_of_the_launcher_is_passed_over(tmp_path: Path, command: dict) 
         host.start_monitor()
         pid = (await host.with_place(1))["pid"]
         host.launchers.do(pid, **command)
-        host.launchers.say(pid, kind="lost", epoch=1, rank=1, signal=9)
+        host.launchers.say(pid, kind="lost", generation=1, rank=1, signal=9)
         (seen,) = await host.supervisor.observed(1)
         assert seen.rank == 1 and host.launchers.drain() and host.launchers.started == [pid]
 
@@ -68,13 +68,13 @@ def test_the_past_and_the_future_of_the_launcher_are_passed_over(tmp_path: Path)
     async def scenario(host: Host) -> None:
         host.start_monitor()
         pid = (await host.with_place(5))["pid"]
-        for epoch in (4, 6):
-            host.launchers.say(pid, kind="lost", epoch=epoch, rank=0, signal=9)
-            host.launchers.say(pid, kind="ended", epoch=epoch)
-            host.launchers.say(pid, kind="master", epoch=epoch, address="nowhere:1")
-        host.launchers.say(pid, kind="lost", epoch=5, rank=1, signal=9)
+        for generation in (4, 6):
+            host.launchers.say(pid, kind="lost", generation=generation, rank=0, signal=9)
+            host.launchers.say(pid, kind="ended", generation=generation)
+            host.launchers.say(pid, kind="master", generation=generation, address="nowhere:1")
+        host.launchers.say(pid, kind="lost", generation=5, rank=1, signal=9)
         (seen,) = await host.supervisor.observed(1)
-        assert (seen.epoch, seen.rank) == (5, 1)
+        assert (seen.generation, seen.rank) == (5, 1)
         report = await host.supervisor.report(lambda one: True, since=len(host.supervisor.heard))
         assert not report.ended and report.master == "127.0.0.1:29500"
 
@@ -129,6 +129,6 @@ def test_texts_that_are_too_long_or_not_in_memory_are_refused_and_their_files_cl
         send(theirs, {"kind": "waiting", "more": "x" * MOST_BYTES})
         with pytest.raises(AgentError, match="are the most"):
             read_message(ours)
-        send(theirs, {"kind": "waiting", "epoch": 3, "of a newer version": 1}, [null.fileno()])
-        assert read_message(ours).epoch == 3
+        send(theirs, {"kind": "waiting", "generation": 3, "of a newer version": 1}, [null.fileno()])
+        assert read_message(ours).generation == 3
         assert len(os.listdir("/proc/self/fd")) == before

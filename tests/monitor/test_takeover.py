@@ -59,8 +59,8 @@ def test_ranks_outlive_a_killed_monitor_and_the_next_one_takes_them_over(tmp_pat
         heard = len(host.supervisor.heard)
         async with monitor_process(host):
             await host.launchers.next("connected")
-            report = await host.supervisor.report(lambda one: one.epoch, since=heard)
-            assert (report.workload, report.epoch) == ("job", 1)
+            report = await host.supervisor.report(lambda one: one.generation, since=heard)
+            assert (report.workload, report.generation) == ("job", 1)
             hellos = [one for one in host.supervisor.heard if isinstance(one, Hello)]
             assert hellos[0].incarnation != hellos[-1].incarnation
             assert all(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
@@ -90,11 +90,11 @@ def test_a_launcher_that_dies_without_a_monitor_has_lost_its_ranks(tmp_path: Pat
         assert not wait_ended([psutil.Process(told["pid"])], timeout_s=5)
         host.start_monitor()
         (seen,) = await host.supervisor.observed(1)
-        assert seen.kind is ObservationKind.WORKER_LOST and seen.epoch == 1 and "gone" in seen.detail
+        assert seen.kind is ObservationKind.WORKER_LOST and seen.generation == 1 and "gone" in seen.detail
         new = await host.launchers.next("connected")
         await host.supervisor.want(place=place(2))
         given = await host.launchers.next("told", kind="place")
-        assert given["pid"] == new["pid"] != told["pid"] and given["message"]["epoch"] == 2
+        assert given["pid"] == new["pid"] != told["pid"] and given["message"]["generation"] == 2
         os.waitpid(told["pid"], 0)  # it is a child of this process, in which the monitor before was
 
     on_host(tmp_path, scenario)
@@ -109,9 +109,9 @@ def test_what_a_launcher_says_to_nobody_is_said_to_the_next_monitor(tmp_path: Pa
         host.supervisor.desired = Desired(term=1, place=place(3))
         host.start_monitor()
         await host.launchers.next("connected")
-        host.launchers.say(pid, kind="lost", epoch=3, rank=1, signal=11)
+        host.launchers.say(pid, kind="lost", generation=3, rank=1, signal=11)
         (seen,) = await host.supervisor.observed(1)
-        assert (seen.rank, seen.epoch, seen.detail) == (1, 3, "signal 11")
+        assert (seen.rank, seen.generation, seen.detail) == (1, 3, "signal 11")
 
     on_host(tmp_path, scenario)
 
@@ -175,8 +175,8 @@ def test_ranks_that_nobody_else_ends_do_not_outlive_both_launcher_and_monitor(tm
         try:
             async with monitor_process(host) as monitor:
                 pid = (await host.with_place(1))["pid"]
-                host.launchers.say(pid, kind="running", epoch=1, ranks={"0": [0, rank.pid]})
-                host.launchers.say(pid, kind="master", epoch=1, address="here:2")
+                host.launchers.say(pid, kind="running", generation=1, ranks={"0": [0, rank.pid]})
+                host.launchers.say(pid, kind="master", generation=1, address="here:2")
                 await host.supervisor.report(lambda one: one.master == "here:2")
                 await kill(monitor)
                 os.kill(pid, signal.SIGKILL)

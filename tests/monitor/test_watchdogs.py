@@ -214,7 +214,7 @@ def test_a_spare_is_watched_too_and_a_broken_device_fails_its_check_until_it_is_
             "0000:3b:00",
             DeviceClass.RESET,
         )
-        assert seen.workload == "" and seen.epoch == 0
+        assert seen.workload == "" and seen.generation == 0
         await host.supervisor.report(lambda one: "XID 95" in one.problem)
         await host.stop_monitor()
         host.watchdogs = [XidWatchdog(str(kernel))]

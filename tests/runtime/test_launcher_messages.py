@@ -23,17 +23,17 @@ from resiliency.runtime.messages.launcher import (
 from resiliency.runtime.messages.monitor import RankReport
 from resiliency.runtime.messages.places import Place, store_address
 
-GIVEN = {"kind": "place", "epoch": 2, "node_rank": 1, "nodes": 3, "master": "10.0.0.1:4000", "workload": "job"}
+GIVEN = {"kind": "place", "generation": 2, "node_rank": 1, "nodes": 3, "master": "10.0.0.1:4000", "workload": "job"}
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Waiting(epoch=2, warm=False),
-        Master(epoch=2, address="[fe80::1]:80"),
-        Running(epoch=2, ranks={"0": [4, 77]}),
-        Lost(epoch=2, rank=4, signal=9, reason="none"),
-        Pages(epoch=2, ranks=(RankReport(rank=4, beats=3),)),
+        Waiting(generation=2, warm=False),
+        Master(generation=2, address="[fe80::1]:80"),
+        Running(generation=2, ranks={"0": [4, 77]}),
+        Lost(generation=2, rank=4, signal=9, reason="none"),
+        Pages(generation=2, ranks=(RankReport(rank=4, beats=3),)),
         Control(action="xid", code=48, device="0"),
     ],
     ids=lambda message: type(message).__name__,
@@ -47,7 +47,7 @@ def test_what_a_launcher_says_arrives_as_it_was(message: Any) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Place(workload="job", epoch=2, node_rank=1, nodes=3, replace=(4, 5)),
+        Place(workload="job", generation=2, node_rank=1, nodes=3, replace=(4, 5)),
         NoPlace(),
         Save(step=7),
         Controlled(host="a", ranks={"0": 7}),
@@ -72,10 +72,10 @@ def test_what_is_not_known_yet_may_be_left_out_of_a_place_and_what_a_later_versi
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("epoch", 0),
-        ("epoch", "2"),
-        ("epoch", True),
-        ("epoch", None),
+        ("generation", 0),
+        ("generation", "2"),
+        ("generation", True),
+        ("generation", None),
         ("node_rank", -1),
         ("node_rank", 3),
         ("nodes", 0),
@@ -101,10 +101,10 @@ def test_a_place_that_makes_no_sense_is_refused_by_the_name_of_the_field(name: s
         ([], "not an object"),
         ({}, "kind=None"),
         ({"kind": ["lost"]}, "is none of"),
-        ({"kind": "lost", "epoch": 1, "rank": "0"}, "Lost.rank"),
-        ({"kind": "running", "epoch": 1, "ranks": {"0": [0, -1]}}, "ranks must be"),
-        ({"kind": "pages", "epoch": 1, "ranks": [{"rank": 0}] * 5000}, "5000 ranks"),
-        ({"kind": "master", "epoch": 1, "address": "nowhere"}, "no address:port"),
+        ({"kind": "lost", "generation": 1, "rank": "0"}, "Lost.rank"),
+        ({"kind": "running", "generation": 1, "ranks": {"0": [0, -1]}}, "ranks must be"),
+        ({"kind": "pages", "generation": 1, "ranks": [{"rank": 0}] * 5000}, "5000 ranks"),
+        ({"kind": "master", "generation": 1, "address": "nowhere"}, "no address:port"),
     ],
 )
 def test_nonsense_of_a_launcher_is_refused(fields: Any, why: str) -> None:

@@ -132,8 +132,8 @@ class FakeMonitor:
         await self.socket.send_str(pack(message))
 
     async def saw(self, kind: ObservationKind, **fields: Any) -> None:
-        epoch, workload = (self.place.epoch, self.place.workload) if self.place else (0, "")
-        given = {"host": self.name, "workload": workload, "epoch": epoch, **fields}
+        generation, workload = (self.place.generation, self.place.workload) if self.place else (0, "")
+        given = {"host": self.name, "workload": workload, "generation": generation, **fields}
         await self.send(Observed(observations=(Observation(kind=kind, **given),)))
 
     async def _run(self) -> None:
@@ -181,7 +181,9 @@ class FakeMonitor:
             for ask in message.asks:
                 self.asked.append((ask.plan, ask.at, ask.kind))
                 if ask.kind in self.answers:
-                    await self.send(StepEnded(plan=ask.plan, at=ask.at, epoch=ask.epoch, problem=self.problem))
+                    await self.send(
+                        StepEnded(plan=ask.plan, at=ask.at, generation=ask.generation, problem=self.problem)
+                    )
 
     async def _beat(self) -> None:
         while True:
@@ -206,8 +208,8 @@ class FakeMonitor:
         given: dict[str, Any] = {
             "number": self.number,
             "workload": place.workload if place else "",
-            "epoch": place.epoch if place else 0,
-            "master": f"10.0.0.1:{20000 + place.epoch}" if place and place.node_rank == 0 else "",
+            "generation": place.generation if place else 0,
+            "master": f"10.0.0.1:{20000 + place.generation}" if place and place.node_rank == 0 else "",
             "ended": self.ended,
             "ranks": ranks,
             "devices": self.devices,

@@ -146,10 +146,12 @@ class Simulation:
         return {host.name for host in self.hosts.values() if host.up and host.place is not None}
 
     def _train(self, seconds: float) -> None:
-        """Ranks make a step where all of an epoch are there."""
-        epochs = {host.place.epoch for host in self.hosts.values() if host.place is not None}
-        for epoch in epochs:
-            having = [host for host in self.hosts.values() if host.place is not None and host.place.epoch == epoch]
+        """Ranks make a step where all of a generation are there."""
+        generations = {host.place.generation for host in self.hosts.values() if host.place is not None}
+        for generation in generations:
+            having = [
+                host for host in self.hosts.values() if host.place is not None and host.place.generation == generation
+            ]
             if sum(host.up and host.trains for host in having) == having[0].place.nodes:
                 self.step += 1
 
@@ -160,7 +162,7 @@ class Simulation:
             self.sensor.heard(host.name, str(host.incarnation), self.now, block=host.block)
             place = self.controller.place_of(host.name)
             if host.obeys:
-                if place is not None and (host.place is None or host.place.epoch != place.epoch):
+                if place is not None and (host.place is None or host.place.generation != place.generation):
                     host.place, host.began = place, self.step
                 elif place is None:
                     host.place = None
@@ -170,7 +172,7 @@ class Simulation:
                 self.controller.reported(
                     host.name,
                     host.place.workload,
-                    host.place.epoch,
+                    host.place.generation,
                     self.now,
                     step=self.step if began else -1,
                     ended=finished,
@@ -207,7 +209,7 @@ class Simulation:
         owners = {}
         for host in self.hosts.values():
             if host.place is not None:
-                key = (host.place.epoch, host.place.node_rank)
+                key = (host.place.generation, host.place.node_rank)
                 assert key not in owners, f"{host.name} and {owners[key]} both have rank {key}"
                 owners[key] = host.name
         if places:
@@ -228,7 +230,7 @@ class Simulation:
                     kind=ObservationKind.WORKER_LOST,
                     host=name,
                     workload=host.place.workload,
-                    epoch=host.place.epoch,
+                    generation=host.place.generation,
                     rank=0,
                 ),
                 self.now,

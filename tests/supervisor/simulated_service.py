@@ -169,9 +169,9 @@ class SimHost:
     async def _carry_out(self, ask: Ask, within_s: float) -> str:
         if ask.plan != NO_PLAN:
             plan, must = self.whole.journal.plans.get(ask.plan), self.whole.must
-            must(plan is not None and plan.epoch == ask.epoch, f"{ask} is not in the journal")
+            must(plan is not None and plan.generation == ask.generation, f"{ask} is not in the journal")
             must(plan is None or plan.steps[ask.at].kind is ask.kind and plan.at >= ask.at, f"{ask} is ahead of it")
-            self.effects[ask.plan, ask.at, ask.epoch, ask.kind] += 1
+            self.effects[ask.plan, ask.at, ask.generation, ask.kind] += 1
         how = self.behaves.pop(ask.kind, "works") if ask.plan != NO_PLAN else "works"
         if how == "hangs":
             await asyncio.Event().wait()
@@ -201,7 +201,7 @@ class SimHost:
         desired = unpack(text)
         assert isinstance(desired, Desired)
         self.term = desired.term
-        if desired.place is None or self.place is None or desired.place.epoch != self.place.epoch:
+        if desired.place is None or self.place is None or desired.place.generation != self.place.generation:
             if desired.place != self.place:
                 self.told.append(desired.place)
             self.place, self.began = desired.place, self.step
@@ -228,7 +228,7 @@ class SimHost:
             Report(
                 number=0,
                 workload=place.workload if place else "",
-                epoch=place.epoch if place else 0,
+                generation=place.generation if place else 0,
                 master="10.0.0.1:2000" if place and place.node_rank == 0 else "",
                 ranks=ranks,
                 node_rank=place.node_rank if place else -1,
@@ -362,7 +362,8 @@ class Whole:
 
     def trains(self, place: Place) -> bool:
         return sum(
-            each.up and each.place is not None and each.place.epoch == place.epoch for each in self.hosts.values()
+            each.up and each.place is not None and each.place.generation == place.generation
+            for each in self.hosts.values()
         ) == (place.nodes)
 
     # -- what must always hold ----------------------------------------------------------------------------------------
@@ -371,7 +372,7 @@ class Whole:
         owners: dict[tuple[int, int], str] = {}
         for host in self.hosts.values():
             if host.up and host.place is not None:
-                key = host.place.epoch, host.place.node_rank
+                key = host.place.generation, host.place.node_rank
                 assert key not in owners, f"{host.name} and {owners[key]} both have rank {key}"
                 owners[key] = host.name
 
@@ -422,7 +423,7 @@ class Whole:
     def observed(self, name: str, kind: ObservationKind, **fields: Any) -> None:
         host = self.hosts[name]
         if host.place is not None:
-            fields |= {"workload": host.place.workload, "epoch": host.place.epoch}
+            fields |= {"workload": host.place.workload, "generation": host.place.generation}
         host.say(Observed(observations=(Observation(kind=kind, host=name, **fields),)))
 
     def lose_host(self, name: str) -> None:

@@ -25,7 +25,7 @@ def plan(timeout_s: float = 30.0) -> Plan:
         incident=1,
         workload="job",
         remedy=Remedy(kind=RemedyKind.RESTART_WORKLOAD),
-        epoch=2,
+        generation=2,
         places=("a",),
         steps=(Step(kind=StepKind.HOOK, timeout_s=timeout_s, required=False),),
     )

@@ -93,20 +93,25 @@ class Machine(RuleBasedStateMachine):
 
     @rule(ago=st.integers(0, 11), shift=st.sampled_from([(0, 0), (1, 0), (0, -1), (0, 1)]))
     def answer_again(self, ago: int, shift: tuple[int, int]) -> None:
-        """An answer of before, as it was, or of another epoch or step."""
+        """An answer of before, as it was, or of another generation or step."""
         if self.all.said:
             name, ended = self.all.said[-1 - ago % len(self.all.said)]
             self.all.hosts[name].say(
-                StepEnded(plan=ended.plan, at=ended.at + shift[0], epoch=ended.epoch + shift[1], problem=ended.problem)
+                StepEnded(
+                    plan=ended.plan,
+                    at=ended.at + shift[0],
+                    generation=ended.generation + shift[1],
+                    problem=ended.problem,
+                )
             )
             self.all.pass_time(0.5)
 
     @rule(name=st.sampled_from(NAMES), shift=st.sampled_from([(1, 0, 0), (0, 1, 0), (0, -1, 0), (0, 0, 1), (0, 0, -1)]))
     def answer_for_another(self, name: str, shift: tuple[int, int, int]) -> None:
-        """What is asked of a host now, but for the plan, the step, or the epoch: of a state file that is lost."""
+        """What is asked of a host now, but for the plan, the step, or the generation: of a state file that is lost."""
         for plan in [plan for plan in self.all.journal.plans.values() if plan.step is not None]:
-            number, at, epoch = plan.number + shift[0], plan.at + shift[1], plan.epoch + shift[2]
-            self.all.hosts[name].say(StepEnded(plan=number, at=at, epoch=epoch))
+            number, at, generation = plan.number + shift[0], plan.at + shift[1], plan.generation + shift[2]
+            self.all.hosts[name].say(StepEnded(plan=number, at=at, generation=generation))
         self.all.pass_time(0.5)
 
     @rule(when=st.sampled_from(["before", "after"]), seconds=st.sampled_from([0.5, 3.0]))
@@ -186,13 +191,13 @@ def test_the_program_of_a_plan_that_is_overtaken_is_ended(running: Whole, hook: 
 
 
 @pytest.mark.parametrize("shift", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, -1)])
-def test_an_answer_of_another_plan_step_or_epoch_is_none(running: Whole, shift: tuple[int, int, int]) -> None:
+def test_an_answer_of_another_plan_step_or_generation_is_none(running: Whole, shift: tuple[int, int, int]) -> None:
     running.hosts["h-0"].behaves[StepKind.RESET_DEVICES] = "hangs"
     running.observed("h-0", ObservationKind.DEVICE_FAULT, device="0", device_class=DeviceClass.RESET)
     running.pass_time(1.0)
     plan = live(running)
     assert plan.step is not None and plan.step.kind is StepKind.RESET_DEVICES
-    wrong = StepEnded(plan=plan.number + shift[0], at=plan.at + shift[1], epoch=plan.epoch + shift[2])
+    wrong = StepEnded(plan=plan.number + shift[0], at=plan.at + shift[1], generation=plan.generation + shift[2])
     running.hosts["h-0"].say(wrong)
     running.pass_time(0.5)
     assert live(running).at == plan.at

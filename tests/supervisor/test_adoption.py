@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from resiliency.runtime.messages.monitor import Report
-from resiliency.supervisor.adoption import Adoption, RunningEpoch
+from resiliency.supervisor.adoption import Adoption, RunningGeneration
 from resiliency.supervisor.model import WorkloadSpec, WorkloadState
 
 from .simulated_service import PERIOD_S, TIMEOUT_S, Journal, Whole
@@ -17,14 +17,14 @@ from .simulated_service import PERIOD_S, TIMEOUT_S, Journal, Whole
 RUNNING = WorkloadState.RUNNING
 
 
-def report(epoch: int, node_rank: int, nodes: int, workload: str = "job") -> Report:
-    return Report(number=0, workload=workload, epoch=epoch, node_rank=node_rank, nodes=nodes)
+def report(generation: int, node_rank: int, nodes: int, workload: str = "job") -> Report:
+    return Report(number=0, workload=workload, generation=generation, node_rank=node_rank, nodes=nodes)
 
 
 def test_a_whole_epoch_that_is_newer_than_the_stored_one_is_found() -> None:
     adoption = Adoption({"job": 3}, until_s=10.0)
     assert adoption.reported("a", report(4, 1, 2)) is None
-    assert adoption.reported("b", report(4, 0, 2)) == RunningEpoch(workload="job", epoch=4, places=("b", "a"))
+    assert adoption.reported("b", report(4, 0, 2)) == RunningGeneration(workload="job", generation=4, places=("b", "a"))
 
 
 def test_what_is_stored_already_or_of_a_job_that_is_not_known_here_is_no_find() -> None:
@@ -35,11 +35,11 @@ def test_what_is_stored_already_or_of_a_job_that_is_not_known_here_is_no_find() 
 
 
 def test_of_two_epochs_the_newest_is_waited_for() -> None:
-    """Hosts of an epoch that is over may be late to leave it."""
+    """Hosts of an generation that is over may be late to leave it."""
     adoption = Adoption({"job": 0}, until_s=10.0)
     adoption.reported("c", report(5, 0, 2))
     assert adoption.reported("a", report(4, 0, 1)) is None
-    assert adoption.reported("b", report(5, 1, 2)) == RunningEpoch(workload="job", epoch=5, places=("c", "b"))
+    assert adoption.reported("b", report(5, 1, 2)) == RunningGeneration(workload="job", generation=5, places=("c", "b"))
 
 
 def test_a_host_that_reports_something_else_since_is_counted_no_more() -> None:
@@ -76,9 +76,9 @@ def told(whole: Whole) -> dict[str, list[Any]]:
 
 def swap(whole: Whole) -> None:
     """Has the first host of the job replaced, by a host that had no place before."""
-    epoch = whole.job.epoch
+    generation = whole.job.generation
     whole.lose_host(whole.job.places[0])
-    whole.until(lambda: whole.job.epoch > epoch and whole.job.state is RUNNING and whole.job.incident is None)
+    whole.until(lambda: whole.job.generation > generation and whole.job.state is RUNNING and whole.job.incident is None)
 
 
 def test_with_a_lost_state_training_notices_nothing(whole: Whole) -> None:
@@ -89,7 +89,7 @@ def test_with_a_lost_state_training_notices_nothing(whole: Whole) -> None:
     whole.start()
     whole.until(lambda: whole.job is not None and whole.job.state is RUNNING)
     whole.pass_time(2 * (TIMEOUT_S + PERIOD_S))
-    assert (whole.job.places, whole.job.epoch) == (before.places, before.epoch)
+    assert (whole.job.places, whole.job.generation) == (before.places, before.generation)
     assert told(whole) == known
 
 
@@ -101,7 +101,7 @@ def test_with_an_old_state_training_notices_nothing(whole: Whole) -> None:
     whole.kill()
     whole.journal = old
     whole.start()
-    whole.until(lambda: whole.job.epoch == before.epoch)
+    whole.until(lambda: whole.job.generation == before.generation)
     whole.pass_time(2 * (TIMEOUT_S + PERIOD_S))
     assert (whole.job.places, whole.job.state) == (before.places, RUNNING)
     assert told(whole) == known
@@ -113,13 +113,13 @@ def test_a_plan_of_the_old_state_is_over(whole: Whole) -> None:
     whole.until(lambda: whole.job.plan is not None)
     old = copy.deepcopy(whole.journal)
     whole.hook_behaves = "works"
-    whole.until(lambda: whole.job.epoch > 1 and whole.job.state is RUNNING and whole.job.incident is None)
+    whole.until(lambda: whole.job.generation > 1 and whole.job.state is RUNNING and whole.job.incident is None)
     swap(whole)
     before, known = whole.job, told(whole)
     whole.kill()
     whole.journal = old
     whole.start()
-    whole.until(lambda: whole.job.epoch == before.epoch)
+    whole.until(lambda: whole.job.generation == before.generation)
     whole.pass_time(2 * (TIMEOUT_S + PERIOD_S))
     assert (whole.job.places, whole.job.plan, whole.job.incident) == (before.places, None, None)
     assert told(whole) == known
@@ -131,14 +131,14 @@ def test_after_a_takeover_the_next_loss_is_mended(whole: Whole) -> None:
     whole.start()
     whole.until(lambda: whole.job is not None and whole.job.state is RUNNING)
     swap(whole)
-    assert whole.job.epoch == 2
+    assert whole.job.generation == 2
 
 
-def test_ranks_of_which_a_host_is_gone_are_placed_anew_above_their_epoch(whole: Whole) -> None:
-    epoch = whole.job.epoch
+def test_ranks_of_which_a_host_is_gone_are_placed_anew_above_their_generation(whole: Whole) -> None:
+    generation = whole.job.generation
     whole.hosts[whole.job.places[0]].up = False
     whole.kill()
     whole.journal = Journal()
     whole.start()
     whole.until(lambda: whole.job is not None and whole.job.state is RUNNING)
-    assert whole.job.epoch > epoch
+    assert whole.job.generation > generation

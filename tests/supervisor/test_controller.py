@@ -45,7 +45,7 @@ def seen(simulation: Simulation, host: str, kind: ObservationKind, **fields) -> 
 
 def test_a_job_starts_on_all_its_hosts_and_is_done_when_all_have_finished() -> None:
     job = started()
-    assert job.workload.places == ("host-0", "host-1", "host-2") and job.workload.epoch == 1
+    assert job.workload.places == ("host-0", "host-1", "host-2") and job.workload.generation == 1
     job.finishes_at = job.step
     job.until(lambda: job.workload.state is WorkloadState.COMPLETED)
     job.pass_time(1)
@@ -66,11 +66,11 @@ def test_a_job_does_not_start_smaller_because_one_host_was_faster_than_another()
         made.revive(name)
         made.pass_time(3)
     made.until(lambda: made.workload.state is RUNNING)
-    assert len(made.workload.places) == 3 and made.workload.epoch == 1
+    assert len(made.workload.places) == 3 and made.workload.generation == 1
 
 
 def reports(job: Simulation, host: str, step: int) -> None:
-    job.controller.reported(host, "job", job.workload.epoch, job.now, step=step)
+    job.controller.reported(host, "job", job.workload.generation, job.now, step=step)
     job.controller.look(job.now, job.now)
 
 
@@ -121,7 +121,7 @@ def test_a_host_that_does_not_come_to_its_first_step_is_not_taken_for_started() 
 def test_a_lost_rank_is_replaced_in_the_job() -> None:
     job = started()
     job.lose_worker("host-1")
-    job.until(lambda: job.workload.epoch == 2 and job.workload.state is RUNNING)
+    job.until(lambda: job.workload.generation == 2 and job.workload.state is RUNNING)
     assert remedies(job) == [RemedyKind.RESTART_IN_JOB] and job.workload.places == ("host-0", "host-1", "host-2")
     assert not job.workload.fresh and all(not one.is_open for one in job.controller.incidents.values())
 
@@ -130,7 +130,7 @@ def test_ranks_lost_at_once_are_one_incident() -> None:
     job = started()
     for host in job.workload.places:
         job.lose_worker(host)
-    job.until(lambda: job.workload.state is RUNNING and job.workload.epoch > 1)
+    job.until(lambda: job.workload.state is RUNNING and job.workload.generation > 1)
     assert len(remedies(job)) == 1
     assert len(job.controller.incidents[max(job.controller.incidents)].observations) == 3
 
@@ -166,7 +166,7 @@ def test_a_dead_host_is_swapped_for_a_spare_within_its_timeout() -> None:
     job = started(4)
     job.kill("host-1")
     killed = job.now
-    job.until(lambda: job.workload.state is RUNNING and job.workload.epoch == 2)
+    job.until(lambda: job.workload.state is RUNNING and job.workload.generation == 2)
     assert job.now - killed < TIMEOUT_S + 2
     assert job.workload.places == ("host-0", "host-3", "host-2") and remedies(job) == [RemedyKind.HOT_SWAP]
 
@@ -202,7 +202,7 @@ def test_a_spare_that_does_not_take_its_place_is_replaced() -> None:
 def test_without_a_spare_the_job_goes_on_smaller_and_grows_again() -> None:
     job = started()
     job.kill("host-1")
-    job.until(lambda: job.workload.state is RUNNING and job.workload.epoch == 2)
+    job.until(lambda: job.workload.state is RUNNING and job.workload.generation == 2)
     assert job.workload.places == ("host-0", "host-2") and remedies(job) == [RemedyKind.SCALE_DOWN]
     place = job.controller.place_of("host-2")
     assert place is not None and (place.replicas, place.replicas_before, place.node_rank) == (2, 3, 1)
@@ -216,7 +216,7 @@ def test_without_a_spare_the_job_goes_on_smaller_and_grows_again() -> None:
 def test_only_whole_replicas_train() -> None:
     job = started(6, replicas=3, hosts_per_replica=2)
     job.kill("host-2")
-    job.until(lambda: job.workload.state is RUNNING and job.workload.epoch == 2)
+    job.until(lambda: job.workload.state is RUNNING and job.workload.generation == 2)
     assert job.workload.places == ("host-0", "host-1", "host-4", "host-5")
 
 
@@ -253,12 +253,12 @@ def test_most_hosts_silent_at_once_freezes_and_hurts_nobody() -> None:
         job.hosts[name].heard = False
     job.until(lambda: job.workload.state is WorkloadState.FROZEN)
     job.pass_time(60)
-    assert job.workload.epoch == 1 and len(job.running_on()) == 4
+    assert job.workload.generation == 1 and len(job.running_on()) == 4
     for host in job.hosts.values():
         host.heard = True
     job.until(lambda: job.workload.state is RUNNING)
     job.pass_time(20)
-    assert job.workload.epoch == 1 and remedies(job) == []
+    assert job.workload.generation == 1 and remedies(job) == []
 
 
 def test_most_hosts_dead_at_once_is_seen_to_when_others_come() -> None:
@@ -271,7 +271,7 @@ def test_most_hosts_dead_at_once_is_seen_to_when_others_come() -> None:
     back = job.now
     job.until(lambda: not job.sensor.frozen)
     assert job.now - back >= job.sensor_settings.thaw_s, "others may be about to return"
-    job.until(lambda: job.workload.state is RUNNING and job.workload.epoch > 1)
+    job.until(lambda: job.workload.state is RUNNING and job.workload.generation > 1)
     assert "host-2" not in job.workload.places
 
 
@@ -299,7 +299,7 @@ def test_a_host_that_is_not_heard_while_training_goes_on_is_left_alone() -> None
     job.hosts["host-1"].heard = False
     job.pass_time(60)
     assert job.sensor.state_of("host-1") is HostState.SILENT
-    assert job.workload.epoch == 1 and job.running_on() == {"host-0", "host-1", "host-2"}
+    assert job.workload.generation == 1 and job.running_on() == {"host-0", "host-1", "host-2"}
     job.hosts["host-1"].heard = True
     job.pass_time(3)
     assert job.sensor.state_of("host-1") is HostState.READY and remedies(job) == []
@@ -336,11 +336,11 @@ def test_a_last_step_that_is_told_late_holds_no_remedy_up(after_s: float) -> Non
     job = started(4)
     since_s = job.now
     job.kill("host-1")
-    epoch = job.workload.epoch
+    generation = job.workload.generation
     reported_s = since_s + PERIOD_S + after_s + PERIOD_S
     while job.now < reported_s:
         job.pass_time(0.25)
-    job.controller.reported("host-0", "job", epoch, job.now, step=job.step + 1, age_s=job.now - since_s - PERIOD_S)
+    job.controller.reported("host-0", "job", generation, job.now, step=job.step + 1, age_s=job.now - since_s - PERIOD_S)
     job.until(lambda: bool(remedies(job)))
     assert job.now - since_s <= TIMEOUT_S + PERIOD_S
 
@@ -348,11 +348,11 @@ def test_a_last_step_that_is_told_late_holds_no_remedy_up(after_s: float) -> Non
 def test_hosts_that_report_a_step_apart_within_milliseconds_do_not_put_the_save_off() -> None:
     """Two steps a second; one host reports just behind the other, and its ranks have come a step further."""
     job = started(3, replicas=2)
-    epoch, begun = job.workload.epoch, job.step
+    generation, begun = job.workload.generation, job.step
     for second in range(1, 20):
         for further, host in enumerate(job.workload.places):
             at_s, step = job.now + second + further / 100, begun + 2 * second + further
-            job.controller.reported(host, "job", epoch, at_s, step=step)
+            job.controller.reported(host, "job", generation, at_s, step=step)
     rate = job.controller._seen_of(job.workload).steps_per_s
     assert 1 < rate < 4, f"{rate} steps a second"
 
@@ -371,7 +371,7 @@ def test_a_host_that_is_heard_again_in_time_is_not_said_to_be_in_quarantine(capl
 def test_a_host_that_comes_back_after_it_was_replaced_ends_its_ranks() -> None:
     job = started(4)
     job.hosts["host-1"].heard = job.hosts["host-1"].trains = False  # cut off from everybody; its ranks still run
-    job.until(lambda: job.workload.epoch == 2 and job.workload.state is RUNNING)
+    job.until(lambda: job.workload.generation == 2 and job.workload.state is RUNNING)
     assert job.hosts["host-1"].place is not None
     job.hosts["host-1"].heard = True
     job.pass_time(1)
@@ -391,23 +391,23 @@ def test_a_host_that_flaps_is_kept_out_longer_each_time() -> None:
     assert waits == [1, 2, 3] and remedies(job) == []
 
 
-def test_a_report_of_an_epoch_that_is_over_changes_nothing() -> None:
+def test_a_report_of_a_generation_that_is_over_changes_nothing() -> None:
     job = started()
     job.lose_worker("host-0")
-    job.until(lambda: job.workload.epoch == 2 and job.workload.state is RUNNING)
-    before = job.controller.refused["epoch"]
-    seen(job, "host-1", ObservationKind.WORKER_LOST, workload="job", epoch=1, rank=1)
+    job.until(lambda: job.workload.generation == 2 and job.workload.state is RUNNING)
+    before = job.controller.refused["generation"]
+    seen(job, "host-1", ObservationKind.WORKER_LOST, workload="job", generation=1, rank=1)
     job.controller.reported("host-1", "job", 1, job.now, step=10**6)
     job.pass_time(5)
-    assert job.workload.epoch == 2 and job.controller.refused["epoch"] == before + 2
+    assert job.workload.generation == 2 and job.controller.refused["generation"] == before + 2
 
 
 @pytest.mark.parametrize("host", ["ghost", "host-3"], ids=["unknown", "a spare"])
 def test_a_forged_event_changes_nothing(host: str) -> None:
     job = started(4)
-    seen(job, host, ObservationKind.WORKER_LOST, workload="job", epoch=1, rank=0)
+    seen(job, host, ObservationKind.WORKER_LOST, workload="job", generation=1, rank=0)
     job.pass_time(5)
-    assert job.workload.epoch == 1 and job.workload.incident is None
+    assert job.workload.generation == 1 and job.workload.incident is None
 
 
 def test_a_device_fault_goes_by_its_class() -> None:
@@ -430,7 +430,7 @@ def test_a_drained_host_is_emptied_after_a_checkpoint_when_there_is_a_spare() ->
     job.sensor.cordon("host-1", "maintenance", job.now)
     seen(job, "host-1", ObservationKind.DRAIN)
     job.pass_time(10)
-    assert job.workload.epoch == 1 and job.sensor.state_of("host-1") is HostState.CORDONED
+    assert job.workload.generation == 1 and job.sensor.state_of("host-1") is HostState.CORDONED
     from .simulated import SimulatedHost
 
     job.hosts["host-9"] = SimulatedHost("host-9")
@@ -484,7 +484,7 @@ def test_a_host_that_is_lost_during_a_remedy_is_part_of_the_same_incident() -> N
 def test_a_rank_lost_right_after_a_remedy_is_a_remedy_that_failed() -> None:
     job = started(max_in_job_restarts=5)
     job.lose_worker("host-0")
-    job.until(lambda: job.workload.epoch == 2)
+    job.until(lambda: job.workload.generation == 2)
     for host in job.hosts.values():
         host.trains = False
     job.pass_time(1)
@@ -499,7 +499,7 @@ def test_a_rank_that_dies_before_the_first_step_of_all_is_replaced_as_any_other(
     made = Simulation(job(), 3)
     for host in made.hosts.values():
         host.trains = False
-    made.until(lambda: made.workload.epoch == 1)
+    made.until(lambda: made.workload.generation == 1)
     made.pass_time(1)
     made.lose_worker("host-1")
     for host in made.hosts.values():
@@ -524,10 +524,10 @@ def test_a_supervisor_that_is_killed_goes_on_where_it_was(when: Callable) -> Non
     job.until(lambda: job.workload.plan is not None)
     while job.workload.plan is not None and not when(job.controller.plans[job.workload.plan]):
         job.pass_time(0.25)
-    epoch = job.workload.epoch
+    generation = job.workload.generation
     job.kill_supervisor()
     job.until(lambda: job.workload.state is RUNNING)
-    assert job.workload.epoch == 2 >= epoch and remedies(job) == [RemedyKind.HOT_SWAP]
+    assert job.workload.generation == 2 >= generation and remedies(job) == [RemedyKind.HOT_SWAP]
     assert job.workload.places == ("host-0", "host-3", "host-2")
 
 
@@ -539,7 +539,7 @@ def test_a_supervisor_that_was_away_does_not_blame_the_hosts(hosts: int) -> None
     assert set(job.states().values()) == {HostState.READY} and job.workload.incident is None
     job.store()
     job.pass_time(10)
-    assert job.workload.epoch == 1 and set(job.states().values()) == {HostState.READY}
+    assert job.workload.generation == 1 and set(job.states().values()) == {HostState.READY}
 
 
 class Stubborn:
@@ -580,7 +580,7 @@ def test_a_dry_run_says_what_it_would_do() -> None:
     made.controller._settings = ControllerSettings(dry_run=True)
     made.lose_worker("host-1")
     made.pass_time(5)
-    assert made.workload.epoch == 1
+    assert made.workload.generation == 1
     assert "would restart_in_job" in made.controller.incidents[max(made.controller.incidents)].outcome
 
 
@@ -614,7 +614,7 @@ def test_a_spare_that_breaks_before_it_is_needed_is_not_used() -> None:
 def test_a_dry_run_says_it_once_and_starts_nothing() -> None:
     made = Simulation(job(), 4, settings=ControllerSettings(dry_run=True))
     made.pass_time(30)
-    assert made.workload.epoch == 0 and not made.controller.incidents
+    assert made.workload.generation == 0 and not made.controller.incidents
     assert "would start" in made.workload.reason
 
 
@@ -624,7 +624,7 @@ def test_a_drain_that_cannot_be_done_is_declined_once() -> None:
     for host in ("host-0", "host-1"):
         made.sensor.cordon(host, "repairs", made.now)
     made.pass_time(30)
-    assert made.workload.epoch == 1 and len(made.controller.incidents) == 1
+    assert made.workload.generation == 1 and len(made.controller.incidents) == 1
     made.hosts["host-5"] = type(made.hosts["host-0"])("host-5")  # enough spares now
     made.until(lambda: set(made.workload.places) == {"host-2", "host-3", "host-4", "host-5"})
 
@@ -649,13 +649,13 @@ def test_a_spare_that_says_it_is_broken_is_not_used() -> None:
 
 def test_a_rank_that_hangs_is_named_to_its_host() -> None:
     job = started()
-    seen(job, "host-2", ObservationKind.WORKER_HUNG, workload="job", epoch=1, rank=2)
-    job.until(lambda: job.workload.epoch == 2)
+    seen(job, "host-2", ObservationKind.WORKER_HUNG, workload="job", generation=1, rank=2)
+    job.until(lambda: job.workload.generation == 2)
     place = job.controller.place_of("host-2")
     assert place is not None and place.replace == (2,)
     job.until(lambda: job.workload.state is RUNNING)
     job.lose_worker("host-0")
-    job.until(lambda: job.workload.epoch == 3)
+    job.until(lambda: job.workload.generation == 3)
     assert job.workload.replace == ()
 
 
@@ -664,7 +664,7 @@ def test_hosts_that_fall_silent_one_after_the_other_within_the_window_are_one_re
     job.kill("host-0")
     job.pass_time(0.5)
     job.kill("host-1")
-    job.until(lambda: job.workload.state is RUNNING and job.workload.epoch > 1)
+    job.until(lambda: job.workload.state is RUNNING and job.workload.generation > 1)
     assert remedies(job) == [RemedyKind.HOT_SWAP] and job.workload.places == ("host-4", "host-5", "host-2", "host-3")
 
 
@@ -680,11 +680,11 @@ def test_an_incident_that_no_plan_ends_is_given_up() -> None:
 def test_with_other_hosts_restarts_are_counted_anew() -> None:
     job = started(4, max_in_job_restarts=1)
     job.lose_worker("host-0")
-    job.until(lambda: job.workload.epoch == 2 and job.workload.state is RUNNING)
+    job.until(lambda: job.workload.generation == 2 and job.workload.state is RUNNING)
     job.kill("host-1")
-    job.until(lambda: job.workload.epoch == 3 and job.workload.state is RUNNING)
+    job.until(lambda: job.workload.generation == 3 and job.workload.state is RUNNING)
     job.lose_worker("host-0")
-    job.until(lambda: job.workload.epoch == 4 and job.workload.state is RUNNING)
+    job.until(lambda: job.workload.generation == 4 and job.workload.state is RUNNING)
     assert remedies(job) == [RemedyKind.RESTART_IN_JOB, RemedyKind.HOT_SWAP, RemedyKind.RESTART_IN_JOB]
 
 
@@ -727,7 +727,7 @@ def test_two_workloads_do_not_take_the_same_spare() -> None:
                     sensor.heard(host, "x", now)
                     place = controller.place_of(host)
                     if place is not None and not dead & set(controller.workloads[place.workload].places):
-                        controller.reported(host, place.workload, place.epoch, now, step=int(now * 4))
+                        controller.reported(host, place.workload, place.generation, now, step=int(now * 4))
             for host in sensor.to_check(now):
                 sensor.checked(host, "", now)
             controller.look(now, now)
@@ -791,7 +791,7 @@ def test_a_host_that_dies_after_its_device_was_reset_is_not_waited_for() -> None
     for host in job.hosts.values():
         host.trains = False
     seen(job, "host-2", ObservationKind.DEVICE_FAULT, device="0", device_class=DeviceClass.RESET)
-    job.until(lambda: job.workload.epoch == 2)
+    job.until(lambda: job.workload.generation == 2)
     job.kill("host-2")
     for host in job.hosts.values():
         host.trains = True
@@ -805,13 +805,13 @@ def test_ranks_that_lose_a_peer_before_the_first_step_are_started_again_at_once(
     for host in job.hosts.values():
         host.trains = False
     job.lose_worker("host-0")
-    job.until(lambda: job.workload.epoch == 2)
+    job.until(lambda: job.workload.generation == 2)
     job.pass_time(1)
-    seen(job, "host-1", ObservationKind.NO_PROGRESS, workload="job", epoch=2)
+    seen(job, "host-1", ObservationKind.NO_PROGRESS, workload="job", generation=2)
     for host in job.hosts.values():
         host.trains = True
     job.until(lambda: job.workload.state is RUNNING and job.workload.plan is None, within_s=10)
-    assert job.workload.epoch == 3
+    assert job.workload.generation == 3
 
 
 @pytest.mark.parametrize("at", [StepKind.VERIFY, StepKind.CHECKPOINT])
@@ -832,7 +832,7 @@ def test_a_job_that_finishes_while_a_plan_is_prepared_is_not_begun_again(at: Ste
     job.pass_time(1)
     job._carry_out = carry_out
     job.pass_time(10)
-    assert job.workload.state is WorkloadState.COMPLETED and job.workload.epoch == 1
+    assert job.workload.state is WorkloadState.COMPLETED and job.workload.generation == 1
     assert not any(incident.is_open for incident in job.controller.incidents.values())
 
 
@@ -842,19 +842,19 @@ def test_a_dry_run_ends_no_workload_that_waits_for_hosts() -> None:
     assert made.workload.state is WorkloadState.WAITING
 
 
-def test_epochs_go_on_above_those_that_hosts_have_had() -> None:
+def test_generations_go_on_above_those_that_hosts_have_had() -> None:
     """The state file was lost, or an older copy of it was put back."""
     made = Simulation(job(), 3)
     for host in made.hosts.values():
-        host.obeys = False  # a monitor takes no place of an epoch of the past
-    made.until(lambda: made.workload.epoch == 1)
-    made.controller.heard_of_epoch("host-0", "job", 7)
-    made.controller.heard_of_epoch("host-1", "job", 1 << 40)
-    made.controller.heard_of_epoch("stranger", "job", 9)
+        host.obeys = False  # a monitor takes no place of a generation of the past
+    made.until(lambda: made.workload.generation == 1)
+    made.controller.heard_of_generation("host-0", "job", 7)
+    made.controller.heard_of_generation("host-1", "job", 1 << 40)
+    made.controller.heard_of_generation("stranger", "job", 9)
     for host in made.hosts.values():
         host.obeys = True
     made.until(lambda: made.workload.state is RUNNING, within_s=10)
-    assert made.workload.epoch == 8 and set(made.states().values()) == {HostState.READY}
+    assert made.workload.generation == 8 and set(made.states().values()) == {HostState.READY}
 
 
 def test_no_step_is_late_for_a_time_in_which_nothing_could_be_done() -> None:
@@ -879,7 +879,7 @@ def test_a_crash_loop_of_a_job_that_makes_a_step_each_time_ends_with_what_the_ra
         host = job.workload.places[1]
         one = {
             "workload": "job",
-            "epoch": job.workload.epoch,
+            "generation": job.workload.generation,
             "rank": 1,
             "detail": "exit status 1: ValueError: no data",
         }
@@ -906,7 +906,7 @@ def test_what_one_host_says_in_an_incident_is_bounded() -> None:
     job.controller._settings = ControllerSettings(dry_run=True)
     for number in range(2000):
         seen(job, "host-1", ObservationKind.DEVICE_FAULT, device=str(number), device_class=DeviceClass.SOFT)
-    seen(job, "host-2", ObservationKind.WORKER_LOST, workload="job", epoch=1, rank=2)
+    seen(job, "host-2", ObservationKind.WORKER_LOST, workload="job", generation=1, rank=2)
     (incident,) = [one for one in job.controller.incidents.values() if one.is_open]
     assert len(incident.observations) < 300 and incident.observations[-1].host == "host-2"
     assert job.controller.refused["too many"] > 1700
@@ -917,11 +917,11 @@ def test_a_device_that_asks_for_a_reset_while_ranks_are_replaced_gets_it_afterwa
     for host in job.hosts.values():
         host.trains = False
     job.lose_worker("host-0")
-    job.until(lambda: job.workload.epoch == 2)
+    job.until(lambda: job.workload.generation == 2)
     seen(job, "host-2", ObservationKind.DEVICE_FAULT, device="0", device_class=DeviceClass.RESET)
     for host in job.hosts.values():
         host.trains = True
-    job.until(lambda: job.workload.epoch == 3 and job.workload.state is RUNNING)
+    job.until(lambda: job.workload.generation == 3 and job.workload.state is RUNNING)
     job.pass_time(10)
     assert remedies(job) == [RemedyKind.RESTART_IN_JOB, RemedyKind.RESET_DEVICES]
 
@@ -944,7 +944,7 @@ def test_a_policy_s_answer_is_stored_with_values_that_can_be_read_again() -> Non
     made = Simulation(job_of, 3, policy=Loose())
     made.until(lambda: made.workload.state is RUNNING)
     made.lose_worker("host-1")
-    made.until(lambda: made.workload.epoch == 2 and made.workload.state is RUNNING)
+    made.until(lambda: made.workload.generation == 2 and made.workload.state is RUNNING)
     for plan in made.controller.plans.values():
         assert from_jsonable(Plan, json.loads(json.dumps(to_jsonable(plan)))) == plan
     assert remedies(made) == [RemedyKind.RESTART_WORKLOAD]
@@ -953,15 +953,15 @@ def test_a_policy_s_answer_is_stored_with_values_that_can_be_read_again() -> Non
 def test_a_policy_that_waits_for_ever_waits_once_and_not_for_ever() -> None:
     made = Simulation(job(wait_timeout_s=20.0), 3, policy=Waits())
     made.pass_time(15)
-    assert made.workload.state is WorkloadState.WAITING and made.workload.epoch <= 1
+    assert made.workload.state is WorkloadState.WAITING and made.workload.generation <= 1
     made.until(lambda: made.workload.state is WorkloadState.STOPPED)
 
 
 def test_only_the_host_that_says_that_a_rank_hangs_has_it_killed() -> None:
     """A host can speak of its own ranks alone, whatever number it names."""
     job = started()
-    seen(job, "host-2", ObservationKind.WORKER_HUNG, workload="job", epoch=1, rank=0)
-    job.until(lambda: job.workload.epoch == 2)
+    seen(job, "host-2", ObservationKind.WORKER_HUNG, workload="job", generation=1, rank=0)
+    job.until(lambda: job.workload.generation == 2)
     told = {host: job.controller.place_of(host).replace for host in job.hosts}
     assert told == {"host-0": (), "host-1": (), "host-2": (0,)}
 
@@ -975,7 +975,7 @@ def test_ranks_that_die_at_once_again_and_again_are_started_later_and_later() ->
     job.lose_worker("host-0")
     while job.workload.state is not WorkloadState.STOPPED and job.now < began + 60:
         job.pass_time(0.25)
-        if job.workload.plan is not None and job.workload.epoch > len(starts) + 1:
+        if job.workload.plan is not None and job.workload.generation > len(starts) + 1:
             starts.append(job.now - began)
             job.pass_time(0.25)
             job.lose_worker("host-0")
@@ -991,8 +991,8 @@ def test_a_host_that_is_lost_is_replaced_without_a_pause() -> None:
     for host in job.hosts.values():
         host.trains = False
     job.lose_worker("host-0")
-    for epoch in range(2, 9):
-        job.until(lambda epoch=epoch: job.workload.epoch == epoch)
+    for generation in range(2, 9):
+        job.until(lambda generation=generation: job.workload.generation == generation)
         job.pass_time(0.5)
         job.lose_worker("host-0")
     job.kill("host-1")
@@ -1007,7 +1007,7 @@ def test_a_start_goes_on_when_the_network_of_the_supervisor_was_cut_meanwhile(di
     made = Simulation(job(start_timeout_s=300.0), 3)
     for host in made.hosts.values():
         host.trains = False
-    made.until(lambda: made.workload.epoch == 1)
+    made.until(lambda: made.workload.generation == 1)
     made.pass_time(2)
     for host in made.hosts.values():
         host.heard = False
@@ -1026,13 +1026,13 @@ def test_a_start_goes_on_when_the_network_of_the_supervisor_was_cut_meanwhile(di
     for host in made.hosts.values():
         host.trains = True
     made.until(lambda: made.workload.state is RUNNING and made.workload.plan is None)
-    assert made.workload.epoch == (2 if dies else 1)
+    assert made.workload.generation == (2 if dies else 1)
     assert remedies(made) == ([RemedyKind.SCALE_DOWN] if dies else [])
 
 
 def test_a_straggler_is_noted_and_left_alone_unless_its_swap_is_wanted() -> None:
     job = started(4, replicas=3)
-    seen(job, "host-1", ObservationKind.STRAGGLER, workload="job", epoch=1, rank=1)
+    seen(job, "host-1", ObservationKind.STRAGGLER, workload="job", generation=1, rank=1)
     job.pass_time(2)
     assert remedies(job) == [] and job.workload.places == ("host-0", "host-1", "host-2")
     (incident,) = [one for one in job.controller.incidents.values() if one.tried == ()]
@@ -1041,8 +1041,8 @@ def test_a_straggler_is_noted_and_left_alone_unless_its_swap_is_wanted() -> None
 
 def test_the_host_of_a_straggler_is_swapped_after_a_checkpoint_where_that_is_wanted() -> None:
     job = started(4, replicas=3, swap_stragglers=True)
-    seen(job, "host-1", ObservationKind.STRAGGLER, workload="job", epoch=1, rank=1)
-    job.until(lambda: job.workload.epoch == 2 and job.workload.state is RUNNING)
+    seen(job, "host-1", ObservationKind.STRAGGLER, workload="job", generation=1, rank=1)
+    job.until(lambda: job.workload.generation == 2 and job.workload.state is RUNNING)
     assert remedies(job) == [RemedyKind.HOT_SWAP] and job.workload.places == ("host-0", "host-3", "host-2")
     plan = max(job.controller.plans.values(), key=lambda plan: plan.number)
     assert StepKind.CHECKPOINT in [step.kind for step in plan.steps]
@@ -1051,7 +1051,7 @@ def test_the_host_of_a_straggler_is_swapped_after_a_checkpoint_where_that_is_wan
 
 def test_a_straggler_stays_while_there_is_no_spare() -> None:
     job = started(3, swap_stragglers=True)
-    seen(job, "host-1", ObservationKind.STRAGGLER, workload="job", epoch=1, rank=1)
+    seen(job, "host-1", ObservationKind.STRAGGLER, workload="job", generation=1, rank=1)
     job.pass_time(2)
     assert remedies(job) == [] and job.workload.state is RUNNING
 
@@ -1068,17 +1068,17 @@ def test_a_place_goes_to_a_spare_of_the_same_block_whichever_host_is_lost_with_i
     job = in_blocks("rack-1", "rack-2", "rack-3", "rack-3", "rack-2", "rack-1")
     for host in ("host-0", "host-2"):
         job.kill(host)
-    job.until(lambda: job.workload.epoch == 2 and job.workload.state is RUNNING)
+    job.until(lambda: job.workload.generation == 2 and job.workload.state is RUNNING)
     assert job.workload.places == ("host-5", "host-1", "host-3") and remedies(job) == [RemedyKind.HOT_SWAP]
 
 
 def test_so_it_does_when_a_host_goes_because_restarts_do_not_help_and_without_one_any_spare_will_do() -> None:
     job = in_blocks("rack-1", "rack-2", "rack-3", "rack-4", "rack-2", max_in_job_restarts=0, max_workload_restarts=0)
     job.lose_worker("host-1")
-    job.until(lambda: job.workload.epoch == 2 and job.workload.state is RUNNING)
+    job.until(lambda: job.workload.generation == 2 and job.workload.state is RUNNING)
     assert job.workload.places == ("host-0", "host-4", "host-2")
     job.kill("host-0")
-    job.until(lambda: job.workload.epoch == 3 and job.workload.state is RUNNING)
+    job.until(lambda: job.workload.generation == 3 and job.workload.state is RUNNING)
     assert job.workload.places == ("host-3", "host-4", "host-2")
 
 
@@ -1088,7 +1088,7 @@ def test_ranks_that_still_run_get_the_users_signal_before_each_set_of_places() -
     first = made.controller.plans[max(made.controller.plans)]
     assert StepKind.SIGNAL not in {step.kind for step in first.steps}  # nobody is there to get it
     made.kill("host-1")
-    made.until(lambda: made.workload.epoch == 2 and made.workload.state is RUNNING)
+    made.until(lambda: made.workload.generation == 2 and made.workload.state is RUNNING)
     steps = made.controller.plans[max(made.controller.plans)].steps
     kinds = [step.kind for step in steps]
     assert kinds.index(StepKind.SIGNAL) < kinds.index(StepKind.PLACE)

@@ -45,13 +45,13 @@ class Cluster(RuleBasedStateMachine):
             ),
             HOSTS,
         )
-        self.epoch = 0
+        self.generation = 0
 
     @rule(seconds=st.sampled_from([0.25, 1.0, 4.0, 12.0]))
     def wait(self, seconds: float) -> None:
         self.job.pass_time(seconds)
-        assert self.job.workload.epoch >= self.epoch
-        self.epoch = self.job.workload.epoch
+        assert self.job.workload.generation >= self.generation
+        self.generation = self.job.workload.generation
 
     @rule(name=st.sampled_from(NAMES))
     def lose_worker(self, name: str) -> None:
@@ -76,13 +76,15 @@ class Cluster(RuleBasedStateMachine):
         one = Observation(kind=ObservationKind.DEVICE_FAULT, host=name, device="0", device_class=kind)
         self.job.controller.observe(one, self.job.now, self.job.now)
 
-    @rule(name=st.sampled_from(NAMES), epoch=st.integers(0, 20))
-    def stale(self, name: str, epoch: int) -> None:
-        """Of another epoch, or forged."""
-        if epoch != self.job.workload.epoch:
-            one = Observation(kind=ObservationKind.WORKER_LOST, host=name, workload="job", epoch=epoch, rank=1)
+    @rule(name=st.sampled_from(NAMES), generation=st.integers(0, 20))
+    def stale(self, name: str, generation: int) -> None:
+        """Of another generation, or forged."""
+        if generation != self.job.workload.generation:
+            one = Observation(
+                kind=ObservationKind.WORKER_LOST, host=name, workload="job", generation=generation, rank=1
+            )
             self.job.controller.observe(one, self.job.now, self.job.now)
-            self.job.controller.reported(name, "job", epoch, self.job.now, step=10**9, ended=True)
+            self.job.controller.reported(name, "job", generation, self.job.now, step=10**9, ended=True)
 
     @rule(name=st.sampled_from(NAMES))
     def drain(self, name: str) -> None:

@@ -9,7 +9,7 @@ from resiliency.supervisor.model import Workload, WorkloadSpec, WorkloadState
 
 def test_another_rank_to_replace_is_news_for_the_hosts() -> None:
     workload = Workload(
-        spec=WorkloadSpec(name="job", replicas=2), state=WorkloadState.REMEDYING, epoch=7, places=("a", "b")
+        spec=WorkloadSpec(name="job", replicas=2), state=WorkloadState.REMEDYING, generation=7, places=("a", "b")
     )
     decided = Decided()
     decided.apply(Changes(workloads={"job": workload}))

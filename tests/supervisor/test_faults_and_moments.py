@@ -149,7 +149,7 @@ class Where:
     def see_rank(self, host: str, kind: ObservationKind) -> None:
         place = self.job.hosts[host].place
         if place is not None:  # it has ranks
-            self.see(host, kind, workload="job", epoch=place.epoch, rank=place.node_rank)
+            self.see(host, kind, workload="job", generation=place.generation, rank=place.node_rank)
 
     def kill(self, host: str) -> None:
         self.job.kill(host)
@@ -168,18 +168,18 @@ def flaps(at: Where) -> None:
 
 
 def says_what_is_over(at: Where) -> None:
-    """Of an epoch before, of one that nobody has had, of a host and a workload that nobody knows."""
-    job, epoch = at.job, at.job.workload.epoch
+    """Of a generation before, of one that nobody has had, of a host and a workload that nobody knows."""
+    job, generation = at.job, at.job.workload.generation
     lost = ObservationKind.WORKER_LOST
     for name, workload, number in [
-        (at.trainer, "job", epoch - 1),
-        (at.trainer, "job", epoch + 7),
-        (at.trainer, "x", epoch),
+        (at.trainer, "job", generation - 1),
+        (at.trainer, "job", generation + 7),
+        (at.trainer, "x", generation),
     ]:
-        at.see(name, lost, workload=workload, epoch=number, rank=0)
+        at.see(name, lost, workload=workload, generation=number, rank=0)
         for host in job.hosts:  # of all of them: else the job would not be taken for finished
             job.controller.reported(host, workload, number, job.now, step=10**9, ended=True)
-    at.see("ghost", lost, workload="job", epoch=epoch, rank=0)
+    at.see("ghost", lost, workload="job", generation=generation, rank=0)
     at.see("ghost", ObservationKind.DEVICE_FAULT, device="0", device_class=DeviceClass.SWAP)
 
 
@@ -236,7 +236,7 @@ IDLE = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_job_gets_over_each_fault_in_each_moment(fault: str, moment: str) -> None:
     job = MOMENTS[moment]()
-    plans, epoch = len(job.controller.plans), job.workload.epoch
+    plans, generation = len(job.controller.plans), job.workload.generation
     active = [plan.number for plan in job.controller.active_plans()]
     FAULTS[fault](Where(job))
     job.pass_time(LASTS_S)
@@ -249,7 +249,7 @@ def test_a_job_gets_over_each_fault_in_each_moment(fault: str, moment: str) -> N
         assert len(job.controller.plans) == plans
     job.release()
     if fault == "most hosts are cut off":
-        assert job.workload.epoch == epoch and len(job.controller.plans) == plans, "frozen"
+        assert job.workload.generation == generation and len(job.controller.plans) == plans, "frozen"
     job.pass_time(20)
     for name, host in job.hosts.items():
         host.heard = True
@@ -263,7 +263,9 @@ def test_a_job_gets_over_each_fault_in_each_moment(fault: str, moment: str) -> N
     assert job.step > step and job.running_on() == set(job.workload.places)
     assert all(not one.is_open for one in job.controller.incidents.values())
     more = len(job.controller.plans) - plans
-    assert more <= (0 if fault in IDLE and job.workload.epoch <= epoch + 1 else MOST_PLANS), "remedies without an end"
+    assert more <= (0 if fault in IDLE and job.workload.generation <= generation + 1 else MOST_PLANS), (
+        "remedies without an end"
+    )
 
 
 def test_moments_are_what_they_are_called() -> None:

@@ -68,15 +68,15 @@ def test_blind_sensor_a_host_that_dies_during_a_remedy_is_seen_in_its_time(tmp_p
 
 
 def test_wiped_limits_a_reset_or_a_kill_forgets_no_limit_and_no_count() -> None:
-    """Limits are the workload's, not the hosts', and what a host says of an epoch that is over changes nothing."""
+    """Limits are the workload's, not the hosts', and what a host says of a generation that is over changes nothing."""
     job = started(5, max_in_job_restarts=1, max_workload_restarts=1)
     kinds = []
     for _ in range(3):
-        epoch = job.workload.epoch
+        generation = job.workload.generation
         job.lose_worker("host-1")
-        job.until(lambda epoch=epoch: job.workload.epoch > epoch and job.workload.state is RUNNING)
+        job.until(lambda generation=generation: job.workload.generation > generation and job.workload.state is RUNNING)
         for host in job.hosts:
-            job.controller.reported(host, "job", epoch, job.now, step=5)
+            job.controller.reported(host, "job", generation, job.now, step=5)
         kinds.append(job.controller.plans[max(job.controller.plans)].remedy.kind)
         job.kill_supervisor(1.0)
         assert (job.workload.spec.max_in_job_restarts, job.workload.spec.max_workload_restarts) == (1, 1)
@@ -91,7 +91,9 @@ def test_dead_spare_accepted_one_that_died_in_the_same_moment_gets_no_rank() -> 
     job.until(lambda: "host-1" not in job.workload.places and job.workload.state is RUNNING)
     assert spares[0] not in job.workload.places and spares[1] in job.workload.places
     assert all(
-        spares[0] not in plan.places for plan in job.controller.plans.values() if plan.epoch == job.workload.epoch
+        spares[0] not in plan.places
+        for plan in job.controller.plans.values()
+        if plan.generation == job.workload.generation
     )
 
 
@@ -139,7 +141,7 @@ def test_ranks_that_are_taken_for_hung_on_purpose_are_really_replaced(tmp_path: 
     async def work() -> None:
         made = settings(tmp_path, enable_fault_injection=True, fault_injection_period_s=0.5)
         async with leading(made) as supervisor, monitors(url_of(supervisor), "a", "b") as hosts:
-            await until(lambda: all(one.place is not None and one.place.epoch >= 3 for one in hosts))
+            await until(lambda: all(one.place is not None and one.place.generation >= 3 for one in hosts))
             told = {(one.name, one.place.node_rank, desired.place.replace) for one in hosts for desired in one.desires
                     if desired.place is not None and desired.place.replace}  # fmt: skip
             assert told and all(replace == (node_rank,) for _, node_rank, replace in told)
@@ -173,7 +175,7 @@ def test_lost_events_a_backend_that_throws_ends_no_remedy(whole: Whole) -> None:
 
 def test_nothing_persisted_hosts_cordons_and_counts_outlive_the_supervisor(whole: Whole) -> None:
     whole.observed("h-0", ObservationKind.WORKER_LOST, rank=0)
-    whole.until(lambda: whole.job.epoch > 1 and whole.job.incident is None)
+    whole.until(lambda: whole.job.generation > 1 and whole.job.incident is None)
     assert whole.service is not None and whole.service.drain("h-3", "maintenance")
     whole.pass_time(0.5)
     before = whole.job
@@ -182,7 +184,7 @@ def test_nothing_persisted_hosts_cordons_and_counts_outlive_the_supervisor(whole
     assert {host.name for host in whole.service.sensor.hosts()} == set(whole.hosts)
     assert whole.service.sensor.state_of("h-3") is HostState.CORDONED
     known = whole.service.controller.workloads["job"]
-    assert (known.in_job_restarts, known.places, known.epoch) == (1, before.places, before.epoch)
+    assert (known.in_job_restarts, known.places, known.generation) == (1, before.places, before.generation)
 
 
 def test_wrong_port_one_that_is_none_is_refused_and_whoever_has_one_keeps_it(

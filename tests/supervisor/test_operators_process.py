@@ -34,7 +34,7 @@ def test_drain_uncordon_stop_and_start_by_the_command_line_while_ranks_run_and_t
     said = tmp_path / "hook-said"
     hook = tmp_path / "hook"
     hook.write_text(
-        '#!/bin/sh\necho "$RESILIENCY_PLAN $RESILIENCY_EPOCH $RESILIENCY_REMEDY [$RESILIENCY_HOSTS]'
+        '#!/bin/sh\necho "$RESILIENCY_PLAN $RESILIENCY_GENERATION $RESILIENCY_REMEDY [$RESILIENCY_HOSTS]'
         f' [$RESILIENCY_HOSTS_OUT] $RESILIENCY_REPLICAS_BEFORE>$RESILIENCY_REPLICAS" >> {said}\n'
     )
     hook.chmod(0o700)
@@ -54,13 +54,13 @@ def test_drain_uncordon_stop_and_start_by_the_command_line_while_ranks_run_and_t
             await started[0].leads()
             with monitor(tmp_path, "--supervisor", url, host="a") as a, contextlib.ExitStack() as more:
 
-                async def is_running(epoch: int, *hosts: str) -> None:
+                async def is_running(generation: int, *hosts: str) -> None:
                     def so() -> bool:
                         workload, _ = stored(tmp_path)
                         is_there = workload is not None
-                        return is_there and (workload.state.value, workload.epoch, workload.places) == (
+                        return is_there and (workload.state.value, workload.generation, workload.places) == (
                             "running",
-                            epoch,
+                            generation,
                             hosts,
                         )
 
@@ -88,7 +88,7 @@ def test_drain_uncordon_stop_and_start_by_the_command_line_while_ranks_run_and_t
                 assert stored(tmp_path)[0].state.value == "stopped"
                 assert "job begins again" in await done("start", "job", "-s", url)
                 await until(lambda: runs(tmp_path), within_s=30)
-                assert stored(tmp_path)[0].epoch == 3
+                assert stored(tmp_path)[0].generation == 3
                 await until(lambda: len(a.ranks()) + len(b.ranks()) == 1, within_s=30)
 
                 lines = [line.split(" ", 1)[1] for line in said.read_text().splitlines()]

@@ -22,7 +22,7 @@ def test_steps_that_are_made_again_were_lost() -> None:
     assert figure.share == pytest.approx(7 / 40)
 
 
-def test_an_older_checkpoint_than_the_last_one_loses_steps_of_several_epochs() -> None:
+def test_an_older_checkpoint_than_the_last_one_loses_steps_of_several_generations() -> None:
     figure = RunningGoodput().passed(100, 1.0)
     figure = figure.progressed(1, 0, 0.0).progressed(1, 10, 10.0).progressed(2, 10, 0.0).progressed(2, 20, 10.0)
     figure = figure.progressed(3, 5, 0.0)
@@ -31,16 +31,16 @@ def test_an_older_checkpoint_than_the_last_one_loses_steps_of_several_epochs() -
 
 def test_of_a_job_that_does_not_say_its_steps_nothing_is_known_to_be_lost() -> None:
     figure = RunningGoodput().passed(40, 1.0)
-    for epoch in (1, 2):
+    for generation in (1, 2):
         for _ in range(11):
-            figure = figure.progressed(epoch, -1, 1.0)
+            figure = figure.progressed(generation, -1, 1.0)
     assert figure.share == pytest.approx(20 / 40)
 
 
-def test_a_thousand_epochs_are_bounded_and_lose_no_time() -> None:
+def test_a_thousand_generations_are_bounded_and_lose_no_time() -> None:
     figure = RunningGoodput().passed(2000, 1.0)
-    for epoch in range(1000):
-        figure = figure.progressed(epoch, epoch, 0.0).progressed(epoch, epoch + 1, 1.0)
+    for generation in range(1000):
+        figure = figure.progressed(generation, generation, 0.0).progressed(generation, generation + 1, 1.0)
     assert len(figure.trained) <= 65 and figure.share == pytest.approx(0.5)
 
 

@@ -54,8 +54,8 @@ class Cluster:
         place = self.controller.place_of(name)
         if place is not None:
             trains = self.trains and not self.cut & {*self.workload.places}
-            step = int(self.now) if trains else self.workload.epoch
-            self.controller.reported(name, "job", place.epoch, self.now, step=step)
+            step = int(self.now) if trains else self.workload.generation
+            self.controller.reported(name, "job", place.generation, self.now, step=step)
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,10 @@ def test_a_network_that_is_cut_between_reports_freezes_before_anything_is_done(
         job.pass_time(20 + moment)
         job.cut, job.trains = {f"host-{number}" for number in cut}, False
         job.pass_time(60)
-        assert job.workload.state is WorkloadState.FROZEN and job.workload.epoch == 1
+        assert job.workload.state is WorkloadState.FROZEN and job.workload.generation == 1
         job.cut, job.trains = set(), True
         job.pass_time(60)
-        assert job.workload.state is WorkloadState.RUNNING and job.workload.epoch == 1
+        assert job.workload.state is WorkloadState.RUNNING and job.workload.generation == 1
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -121,7 +121,7 @@ def test_hosts_that_find_a_mended_network_one_after_the_other_are_all_waited_for
     job.pass_time(SETTINGS.period_s + 0.1)  # the last one was about to report
     assert job.workload.state is WorkloadState.RUNNING, "nobody is silent any more"
     job.pass_time(60)
-    assert job.workload.epoch == 1 and len(job.controller.plans) == 1, "no plan but that of the start"
+    assert job.workload.generation == 1 and len(job.controller.plans) == 1, "no plan but that of the start"
 
 
 def test_a_host_that_does_not_find_a_mended_network_is_lost_a_timeout_and_a_period_after_the_others_have() -> None:

@@ -42,10 +42,10 @@ def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(asyncio.wait_for(work(), 60))
 
 
-def is_running(supervisor: Supervisor, epoch: int = 1) -> bool:
+def is_running(supervisor: Supervisor, generation: int = 1) -> bool:
     assert supervisor.service is not None
     workload = supervisor.service.decided.workloads.get("job")
-    return workload is not None and workload.state is WorkloadState.RUNNING and workload.epoch == epoch
+    return workload is not None and workload.state is WorkloadState.RUNNING and workload.generation == generation
 
 
 def remedies(supervisor: Supervisor) -> list[str]:
@@ -225,16 +225,18 @@ def states(supervisor: Supervisor) -> dict[str, HostState]:
     return {host.name: host.state for host in supervisor.service.sensor.hosts()}
 
 
-def test_a_lost_rank_leads_to_one_new_epoch(tmp_path: Path) -> None:
+def test_a_lost_rank_leads_to_one_new_generation(tmp_path: Path) -> None:
     async def work() -> None:
         async with leading(settings(tmp_path)) as supervisor, monitors(url_of(supervisor), "a", "b") as (a, b):
             await until(lambda: is_running(supervisor))
             await a.saw(ObservationKind.WORKER_LOST, rank=0)
             await until(lambda: is_running(supervisor, 2))
-            await a.send(unpack(pack(Observed(observations=(lost("a", epoch=1),)))))  # of the epoch before
+            await a.send(unpack(pack(Observed(observations=(lost("a", generation=1),)))))  # of the generation before
             await asyncio.sleep(0.5)
             assert remedies(supervisor) == ["start", "restart_in_job"] and is_running(supervisor, 2)
-            assert b.desired is not None and b.desired.place.epoch == 2 and b.desired.place.master == "10.0.0.1:20002"
+            assert (
+                b.desired is not None and b.desired.place.generation == 2 and b.desired.place.master == "10.0.0.1:20002"
+            )
             kinds = [event.kind for event in supervisor.store.events()]
             assert kinds.count("worker_lost") == 1 and kinds.count("restart_requested") == 1
 
@@ -371,7 +373,7 @@ def test_a_forged_message_closes_the_connection_and_changes_nothing(tmp_path: Pa
                 await a.send(Desired(term=99))
             else:
                 one = {
-                    "another host": lost("b", epoch=1),
+                    "another host": lost("b", generation=1),
                     "a kind": Observation(kind=ObservationKind.HOST_LOST, host="a"),
                     "no workload": Observation(kind=ObservationKind.WORKER_LOST, host="a"),
                 }[what]
@@ -459,7 +461,7 @@ def test_a_slow_disk_makes_no_host_silent_and_holds_back_what_was_decided(tmp_pa
             try:
                 await a.saw(ObservationKind.WORKER_LOST, rank=0)
                 began = time.monotonic()
-                await until(lambda: a.desired is not None and a.desired.place.epoch == 2)
+                await until(lambda: a.desired is not None and a.desired.place.generation == 2)
                 assert time.monotonic() - began > 2 * TIMEOUT_S
                 await until(lambda: is_running(supervisor, 2))
             finally:
@@ -479,7 +481,7 @@ def test_a_disk_that_fails_is_said_and_tried_again(tmp_path: Path) -> None:
                 await a.saw(ObservationKind.WORKER_LOST, rank=0)
                 await until(lambda: supervisor.service.store_problem)  # type: ignore[union-attr]
                 assert (await asked(supervisor, "/readyz"))[0] == 503
-                assert a.desired is not None and a.desired.place.epoch == 1
+                assert a.desired is not None and a.desired.place.generation == 1
             finally:
                 faultpoints.arm("")
             await until(lambda: is_running(supervisor, 2))
@@ -543,7 +545,10 @@ def test_a_dry_run_says_what_it_would_do(tmp_path: Path) -> None:
             await asyncio.sleep(0.5)
             _, found = await asked(supervisor, "/v1/status")
             (workload,) = found["workloads"]
-            assert "dry run: would start" in workload["reason"] and (workload["epoch"], workload["plan"]) == (0, None)
+            assert "dry run: would start" in workload["reason"] and (workload["generation"], workload["plan"]) == (
+                0,
+                None,
+            )
 
     run(work)
 
@@ -622,7 +627,7 @@ def test_a_supervisor_that_did_not_run_blames_nobody_for_a_late_step(
             await until(lambda: is_running(supervisor))
             a.obeys = False
             await a.saw(ObservationKind.WORKER_LOST, rank=0)
-            await until(lambda: b.desired is not None and b.desired.place.epoch == 2)
+            await until(lambda: b.desired is not None and b.desired.place.generation == 2)
             await asyncio.sleep(2 * PERIOD_S)  # nothing is being written any more
             a.obeys = True
             a.place, a.began_at = a.desired.place, a.step
@@ -642,7 +647,7 @@ def test_hosts_that_were_silent_before_a_restart_are_not_waited_for(tmp_path: Pa
         gone = {
             name: Host(name=name, incarnation="1", state=HostState.SILENT, heard_s=0.0) for name in ("x", "y", "needed")
         }
-        placed = Workload(spec=job(), state=WorkloadState.RUNNING, epoch=3, places=("needed", "b"))
+        placed = Workload(spec=job(), state=WorkloadState.RUNNING, generation=3, places=("needed", "b"))
         store.commit(term, Changes(workloads={"job": placed}), gone)
         store.close()
         async with leading(settings(tmp_path)) as supervisor:
@@ -730,7 +735,7 @@ def test_a_dry_run_leaves_ranks_alone_that_it_knows_nothing_of(tmp_path: Path) -
     run(work)
 
 
-def test_a_new_state_file_goes_on_above_the_epochs_that_monitors_have_had(tmp_path: Path) -> None:
+def test_a_new_state_file_goes_on_above_the_generations_that_monitors_have_had(tmp_path: Path) -> None:
     async def work() -> None:
         (tmp_path / "new").mkdir()
         async with leading(settings(tmp_path)) as supervisor, monitors(url_of(supervisor), "a", "b") as (a, b):
@@ -748,8 +753,8 @@ def test_a_new_state_file_goes_on_above_the_epochs_that_monitors_have_had(tmp_pa
     run(work)
 
 
-def lost(host: str, *, epoch: int) -> Observation:
-    return Observation(kind=ObservationKind.WORKER_LOST, host=host, workload="job", epoch=epoch, rank=0)
+def lost(host: str, *, generation: int) -> Observation:
+    return Observation(kind=ObservationKind.WORKER_LOST, host=host, workload="job", generation=generation, rank=0)
 
 
 def test_a_rank_that_holds_up_the_others_is_named_in_the_history_and_the_job_goes_on(tmp_path: Path) -> None:

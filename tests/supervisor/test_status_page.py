@@ -56,7 +56,7 @@ def test_the_page_shows_a_failure_and_refreshes_itself_and_loads_nothing_from_el
             loop = asyncio.get_running_loop()
             first = next(one for one in (a, b, c) if one.place is not None)
             seen = Observation(
-                kind=ObservationKind.WORKER_LOST, host=first.name, workload="job", epoch=1, rank=0, detail=EVIL
+                kind=ObservationKind.WORKER_LOST, host=first.name, workload="job", generation=1, rank=0, detail=EVIL
             )
 
             def fail() -> None:

@@ -30,7 +30,7 @@ def leading(path: Path, term: int = 7) -> tuple[SqliteStore, int]:
 
 
 def incident(number: int, *, closed: bool = False) -> Incident:
-    seen = Observation(kind=ObservationKind.WORKER_LOST, host="a", workload="job", epoch=1, rank=3)
+    seen = Observation(kind=ObservationKind.WORKER_LOST, host="a", workload="job", generation=1, rank=3)
     return Incident(
         number=number,
         workload="job",
@@ -43,7 +43,7 @@ def incident(number: int, *, closed: bool = False) -> Incident:
 
 def test_what_was_stored_is_there_after_a_new_start(tmp_path: Path) -> None:
     store, term = leading(tmp_path / "s.db")
-    workload = Workload(spec=SPEC, epoch=3, places=("a", "b"), host_faults={"a": 2}, incident=1)
+    workload = Workload(spec=SPEC, generation=3, places=("a", "b"), host_faults={"a": 2}, incident=1)
     changes = Changes(workloads={"job": workload}, incidents={1: incident(1)})
     store.commit(term, changes, {"a": HOST}, [HistoryEvent(at=1.0, kind="x", text="it was", fields={"rank": 3})])
     store.commit(term, Changes(), {"gone": None})
@@ -77,7 +77,7 @@ store = SqliteStore(sys.argv[1])
 term = 7
 store.fence(term)
 for number in range(1, 1000):
-    workload = Workload(spec=WorkloadSpec(name="job", replicas=2), epoch=number)
+    workload = Workload(spec=WorkloadSpec(name="job", replicas=2), generation=number)
     incident = Incident(number=number, workload="job", opened_at_s=0.0, opened_at=0.0)
     store.commit(term, Changes(workloads={"job": workload}, incidents={number: incident}))
     print(number, flush=True)
@@ -94,7 +94,7 @@ def test_a_kill_in_a_write_leaves_all_of_it_or_nothing(tmp_path: Path, point: st
     store = SqliteStore(str(tmp_path / "s.db"))
     found = store.load()
     assert said == [1, 2, 3]
-    assert found.workloads[0].epoch == len(found.incidents) == (4 if point == "committed" else 3)
+    assert found.workloads[0].generation == len(found.incidents) == (4 if point == "committed" else 3)
     store.close()
 
 
@@ -194,16 +194,17 @@ def test_a_file_that_may_not_be_written_is_refused() -> None:
     assert "s.db cannot be opened" in ended.stdout and "Permission denied" in ended.stdout, ended.stderr
 
 
-def test_a_file_of_the_first_schema_is_taken_over_with_its_term(tmp_path: Path) -> None:
+def test_a_file_of_an_earlier_schema_is_taken_over(tmp_path: Path) -> None:
     """Its leader wrote only its term into it, and held a lock."""
     store, term = leading(tmp_path / "s.db", 1 << 40)
-    store.commit(term, Changes(workloads={"job": Workload(spec=SPEC)}))
+    store.commit(term, Changes(workloads={"job": Workload(spec=SPEC, generation=4)}))
     with store.writing() as db:
         db.execute("DROP TABLE lease")
+        db.execute("UPDATE workloads SET value = replace(value, 'generation', 'epoch')")
         db.execute("UPDATE meta SET value = '1' WHERE key = 'schema'")
     store.close()
     store = SqliteStore(str(tmp_path / "s.db"))
-    assert store.load().workloads == [Workload(spec=SPEC)] and SCHEMA_VERSION == 2
+    assert store.load().workloads == [Workload(spec=SPEC, generation=4)] and SCHEMA_VERSION == 3
     lease = SqliteLease(store, lease_s=1.0)
     assert lease.acquire() == term + 1
     store.fence(term + 1)

@@ -16,7 +16,7 @@ class Ranks:
 
     def __init__(self, *hosts: str, factor: float = 1.5) -> None:
         self.watch = StragglerWatch(factor=factor, window_s=WINDOW_S)
-        self.hosts, self.now, self.steps, self.epoch = hosts, 100.0, 0, 1
+        self.hosts, self.now, self.steps, self.generation = hosts, 100.0, 0, 1
         self.own: dict[int, float] = {}
 
     def train(self, seconds: float, own_s: Mapping[int, float], *, measured: bool = True) -> list[Observation]:
@@ -32,7 +32,7 @@ class Ranks:
                     RankReport(rank=rank, own_s=self.own[rank], own_steps=self.steps if measured else 0)
                     for rank in (2 * node, 2 * node + 1)
                 )
-                self.watch.reported("job", self.epoch, host, ranks, self.now)
+                self.watch.reported("job", self.generation, host, ranks, self.now)
             found += self.watch.look(self.now)
         return found
 
@@ -41,7 +41,7 @@ def test_a_rank_that_is_slow_in_three_windows_is_named_with_its_host_and_figures
     ranks = Ranks("a", "b", "c")
     assert ranks.train(30, {3: 0.1}) == []
     (found,) = ranks.train(40, {3: 0.3})
-    assert (found.kind, found.host, found.rank, found.epoch) == (ObservationKind.STRAGGLER, "b", 3, 1)
+    assert (found.kind, found.host, found.rank, found.generation) == (ObservationKind.STRAGGLER, "b", 3, 1)
     assert "0.300 s a step, 3.0 times the median of 6 ranks" in found.detail and found.is_planned
 
 
@@ -76,10 +76,10 @@ def test_ranks_that_measure_only_later_are_compared_from_then_on() -> None:
     assert len(ranks.train(60, {0: 0.4})) == 1
 
 
-def test_another_epoch_begins_anew() -> None:
+def test_another_generation_begins_anew() -> None:
     ranks = Ranks("a", "b")
     ranks.train(35, {0: 0.4})
-    ranks.epoch, ranks.steps, ranks.own = 2, 0, {}
+    ranks.generation, ranks.steps, ranks.own = 2, 0, {}
     assert ranks.train(35, {0: 0.4}) == [] and len(ranks.train(10, {0: 0.4})) == 1
 
 

@@ -57,12 +57,12 @@ def test_a_supervisor_that_is_killed_goes_on_and_does_it_once(tmp_path: Path, po
             later = await started[2].leads()
             assert later > term
             await until(lambda: a.desired.term == later and b.desired.term == later)
-            if a.place.epoch == 1:  # a real monitor says it again, as it was not answered
+            if a.place.generation == 1:  # a real monitor says it again, as it was not answered
                 await a.saw(ObservationKind.WORKER_LOST, rank=0)
-            await until(lambda: a.place.epoch == b.place.epoch >= 2, within_s=30)
+            await until(lambda: a.place.generation == b.place.generation >= 2, within_s=30)
             await until(lambda: runs(tmp_path), within_s=30)
             workload, plans = stored(tmp_path)
-            assert workload.epoch == 2 and workload.places == ("a", "b") and workload.incident is None
+            assert workload.generation == 2 and workload.places == ("a", "b") and workload.incident is None
             assert [str(plan.remedy.kind) for plan in plans] == ["start", "restart_in_job"]
 
     run(work)

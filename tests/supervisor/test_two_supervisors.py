@@ -83,9 +83,9 @@ def test_a_monitor_of_two_addresses_follows_the_leader_and_its_ranks_train_on(tm
                 assert await asyncio.to_thread(steps, first) > known
 
                 workload, plans = stored(tmp_path)
-                assert host.ranks() == ranks and workload.epoch == 1 and workload.places == ("a",)
+                assert host.ranks() == ranks and workload.generation == 1 and workload.places == ("a",)
                 assert [str(plan.remedy.kind) for plan in plans] == ["start"], "nothing was remedied"
-                told = re.findall(r"epoch (\d+) of job", host.text())
+                told = re.findall(r"generation (\d+) of job", host.text())
                 assert told == ["1"] and host.text().count("connected to the supervisor at") == 3
 
     run(work)

@@ -45,13 +45,13 @@ _MOST_RANKS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """The launcher has no ranks, and waits for a place in a later epoch.
+    """The launcher has no ranks, and waits for a place in a later generation.
 
     Attributes:
         warm: it can fork ranks at once.
     """
 
-    epoch: int = 0
+    generation: int = 0
     warm: bool = True
 
 
@@ -59,7 +59,7 @@ class Waiting:
 class Master:
     """The launcher is node rank 0, and its store listens at ``address``."""
 
-    epoch: int
+    generation: int
     address: str
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Running:
         ranks: local rank -> [global rank, process id].
     """
 
-    epoch: int
+    generation: int
     ranks: Mapping[str, Any]
 
     def pids(self) -> dict[int, int]:
@@ -95,7 +95,7 @@ class Running:
 class Lost:
     """A rank has failed."""
 
-    epoch: int
+    generation: int
     rank: int
     exit_code: int | None = None
     signal: int | None = None
@@ -107,7 +107,7 @@ class Lost:
 class LostPeers:
     """Ranks wait after an error that says a peer is lost, and no rank of this host has failed."""
 
-    epoch: int
+    generation: int
     ranks: tuple[int, ...] = ()
 
 
@@ -115,7 +115,7 @@ class LostPeers:
 class Pages:
     """The heartbeats of the launcher's ranks."""
 
-    epoch: int
+    generation: int
     ranks: tuple[RankReport, ...] = ()
 
 
@@ -123,7 +123,7 @@ class Pages:
 class Ended:
     """All ranks of the launcher have finished."""
 
-    epoch: int
+    generation: int
     preempted: bool = False
 
 
@@ -135,7 +135,7 @@ class Saved:
         problem: why no checkpoint was committed; "": one was.
     """
 
-    epoch: int = 0
+    generation: int = 0
     problem: str = ""
 
 

@@ -122,10 +122,10 @@ class Report:
 
     Attributes:
         number: counts up from 0 in each incarnation.
-        workload, epoch: of the place that the launcher has taken; "" and 0: none. A host that was given an older epoch
-            than it has had reports the one it has had, so that the supervisor numbers later epochs above it.
-        master: "address:port" of the store of that epoch; only node rank 0 reports it.
-        ended: all ranks of the epoch have finished.
+        workload, generation: of the place that the launcher has taken; "" and 0: none. A host that was given an older
+            generation than it has had reports the one it has had, so that the supervisor numbers later generations
+        above it. master: "address:port" of the store of that generation; only node rank 0 reports it.
+        ended: all ranks of the generation have finished.
         preempted: they have saved and left because they were told to go.
         problem: why the host cannot have ranks now; "": it can.
         devices: GPUs that the driver has; 0: there is no driver.
@@ -135,7 +135,7 @@ class Report:
 
     number: int
     workload: str = ""
-    epoch: int = 0
+    generation: int = 0
     master: str = ""
     ended: bool = False
     preempted: bool = False
@@ -175,8 +175,8 @@ class Ask:
     :class:`StepEnded`. An ask that was answered already is answered again, and not carried out again.
 
     Attributes:
-        epoch: of the plan. It tells plans of equal number apart: when the supervisor's state file is lost plans are
-            numbered from 1 again, and epochs are not.
+        generation: of the plan. It tells plans of equal number apart: when the supervisor's state file is lost plans
+            are numbered from 1 again, and generations are not.
         step: for CHECKPOINT: ranks save after this optimizer step, which none of them has done yet.
         signal: for SIGNAL: its number.
     """
@@ -185,7 +185,7 @@ class Ask:
     at: int
     kind: StepKind
     timeout_s: float
-    epoch: int = 0
+    generation: int = 0
     step: int = -1
     signal: int = 0
 
@@ -195,13 +195,13 @@ class StepEnded:
     """The result of an :class:`Ask`.
 
     Attributes:
-        plan, at, epoch: those of the :class:`Ask`.
+        plan, at, generation: those of the :class:`Ask`.
         problem: why the step failed; "": it was done.
     """
 
     plan: int
     at: int
-    epoch: int = 0
+    generation: int = 0
     problem: str = ""
 
 
@@ -281,7 +281,7 @@ _RANK_KINDS: dict[str, tuple[type, ...]] = {
 _REPORT_KINDS: dict[str, tuple[type, ...]] = {
     "number": (int,),
     "workload": (str,),
-    "epoch": (int,),
+    "generation": (int,),
     "master": (str,),
     "ended": (bool,),
     "preempted": (bool,),

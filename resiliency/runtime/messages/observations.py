@@ -43,7 +43,7 @@ class Observation:
 
     Attributes:
         workload: "": it concerns the host alone.
-        epoch: in which it was seen; when it is not about ranks, the workload's epoch when it was noticed.
+        generation: in which it was seen; when it is not about ranks, the workload's generation when it was noticed.
         rank: global rank, when it is about one.
         device: PCI address or index, when it is about one.
         device_class: for a DEVICE_FAULT.
@@ -53,7 +53,7 @@ class Observation:
     kind: ObservationKind
     host: str = ""
     workload: str = ""
-    epoch: int = 0
+    generation: int = 0
     rank: int | None = None
     device: str = ""
     device_class: DeviceClass | None = None

@@ -12,7 +12,7 @@ _MOST_PORT = 65535
 
 
 def store_address(text: str) -> tuple[str, int]:
-    """Host and port of an epoch's store.
+    """Host and port of a generation's store.
 
     Raises:
         ValueError: it is not "address:port".
@@ -28,22 +28,23 @@ class Place:
     """What a host is to do. It is complete, so that receiving it twice changes nothing.
 
     Attributes:
-        epoch: of the workload, counted from 1; ranks of another epoch are ended.
+        generation: of the workload, counted from 1; ranks of another generation are ended.
         node_rank: of the host, below ``nodes``.
         nodes: number of hosts of the workload. Not their names, because each of thousands of hosts would be sent
             thousands.
-        master: "address:port" of the epoch's store; "": the host of node rank 0 has not reported it yet.
+        master: "address:port" of the generation's store; "": the host of node rank 0 has not reported it yet.
         fresh: interpreters and launchers are started anew as well, not only ranks.
-        replace: global ranks of the epoch before that hang: they are not asked to leave it, their processes are ended.
+        replace: global ranks of the generation before that hang: they are not asked to leave it, their processes are
+            ended.
         replicas: data-parallel replicas.
-        replicas_before: those of the epoch before; 0: there was none.
+        replicas_before: those of the generation before; 0: there was none.
 
     Raises:
         ValueError: there can be no such place; the error names the field.
     """
 
     workload: str
-    epoch: int
+    generation: int
     node_rank: int
     nodes: int
     master: str = ""
@@ -53,7 +54,7 @@ class Place:
     replicas_before: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("epoch", 1), ("node_rank", 0), ("nodes", 1), ("replicas", 0), ("replicas_before", 0)):
+        for name, least in (("generation", 1), ("node_rank", 0), ("nodes", 1), ("replicas", 0), ("replicas_before", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} is less than {least}")
         if self.node_rank >= self.nodes:

@@ -100,27 +100,27 @@ def start(tmp_path: Path) -> Iterator[Any]:
         one.close()
 
 
-def epoch_of(run: Run) -> int:
+def generation_of(run: Run) -> int:
     store = SqliteStore(str(run.state / "supervisor.db"))
     try:
-        return store.load().workloads[0].epoch
+        return store.load().workloads[0].generation
     finally:
         store.close()
 
 
 def trains(run: Run, *, hosts: int) -> bool:
     """It may start with fewer hosts, and grow."""
-    since = run.text.rpartition(", epoch")[2]
+    since = run.text.rpartition(", generation")[2]
     return f", {hosts} hosts)" in since and ("its ranks train" in since or "scale_up helped" in since)
 
 
 def test_a_state_folder_can_be_used_again(start: Any) -> None:
     """The first run has completed, and its supervisor listened somewhere else."""
-    for epoch in (1, 2):
+    for generation in (1, 2):
         run = start(hosts=1)
         run.finished.touch()
         assert run.wait() == 0, run.text[-6000:]
-        assert epoch_of(run) == epoch and not wait_ended(run.seen.values(), timeout_s=10)
+        assert generation_of(run) == generation and not wait_ended(run.seen.values(), timeout_s=10)
 
 
 def test_a_state_folder_is_of_one_run_at_a_time(tmp_path: Path) -> None:
