@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from resiliency import faultpoints
-from resiliency.agent import commit, core
+from resiliency.agent import commit
 from resiliency.agent.core import HostAgent
 from resiliency.agent.messages import Complete, Failed, Recorded
 from resiliency.checkpoint.checkpointer import Checkpointer
@@ -23,6 +23,7 @@ from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
 from resiliency.errors import AgentError
 from resiliency.events import EventWriter
+from resiliency.storage import deletion
 from resiliency.storage.manifest import META_DIR
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
@@ -201,9 +202,7 @@ def test_a_step_is_deleted_manifest_first_then_records_then_shards(
 ) -> None:
     passed: list[str] = []
     real = faultpoints.hit
-    monkeypatch.setattr(
-        core.faultpoints, "hit", lambda name, **further: (passed.append(name), real(name, **further))[1]
-    )
+    monkeypatch.setattr(deletion, "hit", lambda name, **further: (passed.append(name), real(name, **further))[1])
     with keeping(local, 1) as checkpointer:
         save(checkpointer, 1, 2)
         settle(checkpointer)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from resiliency import faultpoints
+from resiliency.agent import commit
 from resiliency.agent._fence import Fence
 from resiliency.agent.config import TierSpec
 from resiliency.agent.core import HostAgent
@@ -140,7 +141,7 @@ def test_an_agent_that_goes_on_when_a_later_job_has_tidied_up_makes_no_folder(
             shutil.rmtree(local / ".resiliency")
         hit(point, **further)
 
-    monkeypatch.setattr(faultpoints, "hit", tidied_up)
+    monkeypatch.setattr(commit, "hit", tidied_up)
     save(old, 2)
     assert Failed in {type(message) for message in heard}
     assert not list(local.glob(".resiliency/*/steps/*"))

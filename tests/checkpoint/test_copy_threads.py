@@ -47,7 +47,7 @@ def test_so_many_threads_copy_at_once(threads: int, tmp_path: Path, monkeypatch:
             first.append(name)
             barrier.wait(timeout=20)  # breaks, and the save with it, unless all of them come
 
-    monkeypatch.setattr(snapshot_module.faultpoints, "hit", hit)
+    monkeypatch.setattr(snapshot_module, "hit", hit)
     found = save_twice(tmp_path, threads)
     assert torch.equal(found, torch.arange(BLOCKS * 2**21, dtype=torch.float32) + 2)
     assert len(set(first)) == threads

@@ -19,6 +19,10 @@ BREACHES = {
     "errors.py": "import resiliency.settings",
     "plugins/__init__.py": "import resiliency.callbacks",
     "cli/main.py": "import nemo",
+    "checkpoint/__init__.py": "import resiliency.launch.orders",
+    "monitor/__init__.py": "import resiliency.supervisor.model",
+    "supervisor/__init__.py": "import resiliency.testing.hosts.inject",
+    "runtime/__init__.py": "import resiliency.storage.manifest",
 }
 
 
