@@ -49,7 +49,7 @@ _CHART_KEYS: dict[str, Any] = {
     "policy": _TEXT,
     "policy_class": {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]*$"},
     "block_label": _TEXT,
-    "node_quarantine_s": {"type": "number", "exclusiveMinimum": 0},
+    "node_quarantine_s": {"type": "number", "minimum": 60},
     "image": _closed(
         repository={"type": "string", "minLength": 1},
         tag=_TEXT,

@@ -118,8 +118,7 @@ def test_the_supervisor_may_do_what_it_does_and_hosts_may_do_nothing(
         ("delete", "pods", jobs),
         ("patch", "jobs.batch", jobs),
         ("watch", "jobsets.jobset.x-k8s.io", jobs),
-        ("create", "leases.coordination.k8s.io", own),
-        ("update", "leases.coordination.k8s.io", own, "supervisor"),
+        ("patch", "leases.coordination.k8s.io", own, "supervisor"),
     ]:
         assert may(supervisor, verb, *what), (verb, what)
     for verb, *what in [
@@ -134,8 +133,9 @@ def test_the_supervisor_may_do_what_it_does_and_hosts_may_do_nothing(
         ("delete", "jobsets.jobset.x-k8s.io", jobs),
         ("get", "secrets", own),
         ("get", "secrets", jobs),
-        ("update", "leases.coordination.k8s.io", own, "another"),
-        ("update", "leases.coordination.k8s.io", "kube-system", "supervisor"),
+        ("patch", "leases.coordination.k8s.io", own, "another"),
+        ("create", "leases.coordination.k8s.io", own),
+        ("patch", "leases.coordination.k8s.io", "kube-system", "supervisor"),
     ]:
         assert not may(supervisor, verb, *what), (verb, what)
     for account in f"{own}:supervisor-node", f"{jobs}:train":

@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Json, dict[str, int]]] = {
 }  # fmt: skip
 USUAL = {
     "Deployment": 2, "Service": 2, "DaemonSet": 1, "ConfigMap": 3, "Secret": 2, "ServiceAccount": 2, "ClusterRole": 1,
-    "ClusterRoleBinding": 1, "Role": 2, "RoleBinding": 2, "NetworkPolicy": 1, "PodDisruptionBudget": 1, "Pod": 1,
+    "ClusterRoleBinding": 1, "Role": 2, "RoleBinding": 2, "Lease": 1, "NetworkPolicy": 1, "PodDisruptionBudget": 1, "Pod": 1,
     "ServiceMonitor": 0, "PrometheusRule": 0,
 }  # fmt: skip
 #: Values that are refused -> what the message must name.
@@ -201,8 +201,7 @@ def test_rights_are_those_that_are_used(helm4: Helm) -> None:
             ("jobset.x-k8s.io", "jobsets"): "get list watch",
         },
         ("Role", "sup"): {
-            ("coordination.k8s.io", "leases"): "create",
-            ("coordination.k8s.io", "leases", "supervisor"): "get update",
+            ("coordination.k8s.io", "leases", "supervisor"): "get patch",
         },
     }
     bindings = [each for each in objects if each["kind"].endswith("Binding")]
