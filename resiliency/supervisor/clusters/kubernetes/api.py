@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 _POD_FOLDER = "/var/run/secrets/kubernetes.io/serviceaccount"
 #: Seconds that one request may take, and after which one is given up that is repeated.
 _REQUEST_S, _GIVE_UP_S = 10.0, 30.0
-#: Seconds between two tries: the first wait, doubled up to the longest.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 10.0
+#: Seconds between two tries: the first wait, doubled up to the longest. A watch that has lived for the third resets it.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LIVED_S = 0.2, 10.0, 1.0
 #: Objects in one answer of a list.
 _PAGE = 500
 #: Seconds after which the server ends a watch, and after which a watch without a word is taken for dead. Bookmarks
@@ -80,7 +80,7 @@ class Access:
         """The access that this pod's ServiceAccount has. Values that are given are used instead.
 
         Raises:
-            ConfigError: this process runs in no pod, and not everything was given.
+            ConfigError: this process runs in no pod, and not everything was given; or a file cannot be read.
         """
         service = kubernetes_service()
         if not server and not service:
@@ -88,19 +88,18 @@ class Access:
                 "cluster: kubernetes: this process runs in no pod (KUBERNETES_SERVICE_HOST is not set); run it from the"
                 " chart, or name `server`, `token_file`, `ca_file` and `namespace` under `kubernetes:`"
             )
+        token_file, ca_file = token_file or f"{_POD_FOLDER}/token", ca_file or f"{_POD_FOLDER}/ca.crt"
         try:
             namespace = namespace or Path(_POD_FOLDER, "namespace").read_text().strip()
+            for file in (token_file, ca_file):
+                Path(file).read_bytes()  # says now what else each request would say
         except OSError as error:
             raise ConfigError(
-                f"{error.filename}: {error.strerror}; the pod needs its ServiceAccount's token"
-                " (automountServiceAccountToken: true)"
+                f"kubernetes: {error.filename}: {error.strerror}; the pod needs its ServiceAccount's token"
+                " (automountServiceAccountToken: true); elsewhere name `token_file`, `ca_file` and `namespace`"
             ) from error
-        return cls(
-            server=(server or f"https://{service}").rstrip("/"),
-            token_file=token_file or f"{_POD_FOLDER}/token",
-            ca_file=ca_file or f"{_POD_FOLDER}/ca.crt",
-            namespace=namespace,
-        )
+        server = (server or f"https://{service}").rstrip("/")
+        return cls(server=server, token_file=token_file, ca_file=ca_file, namespace=namespace)
 
 
 class KubernetesApi:
@@ -164,24 +163,22 @@ class KubernetesApi:
     async def follow(
         self,
         path: str,
-        keep: Callable[[dict[str, Any]], T],
+        keep: Callable[[dict[str, Any]], T | None],
         changed: Callable[[str, T | None], None],
         *,
         query: Mapping[str, str] | None = None,
-        listed: Callable[[], None] = lambda: None,
     ) -> None:
         """Follows all objects of a kind until it is cancelled.
 
         Lists them, then watches, and lists again whenever a watch cannot go on.
 
         Args:
-            keep: returns what is wanted of an object.
+            keep: returns what is wanted of an object; None: it is as if it were gone.
             changed: called with an object's uid and what was kept of it, when that is new or different; with None when
                 the object is gone.
-            listed: called after each list.
         """
         known: dict[str, T] = {}
-        pause_s, problem = _FIRST_PAUSE_S, ""
+        pause_s, problem, version = _FIRST_PAUSE_S, "", ""
 
         def take(item: dict[str, Any], *, gone: bool = False) -> None:
             uid = item["metadata"]["uid"]
@@ -190,32 +187,32 @@ class KubernetesApi:
                 known.pop(uid, None) if value is None else known.update({uid: value})
                 changed(uid, value)
 
+        def opened() -> None:
+            nonlocal problem
+            if problem:
+                logger.warning("%s is followed again", path)
+            problem = ""
+
         while True:
+            began_s = time.monotonic()
             try:
-                version, uids = "", set()
-                async for item in self._pages(path, query):
-                    version = item.pop("listed at", version) or version
-                    if "metadata" in item:
-                        take(item)
-                        uids.add(item["metadata"]["uid"])
-                for uid in known.keys() - uids:
-                    del known[uid]
-                    changed(uid, None)
-                listed()
-                if problem:
-                    logger.warning("%s is followed again", path)
-                pause_s, problem = _FIRST_PAUSE_S, ""
-                while version:
-                    began_s = time.monotonic()
-                    version = await self._watch(path, query, version, take)
-                    if (
-                        time.monotonic() - began_s < 1.0
-                    ):  # a server that ends each watch at once is not asked in a hurry
-                        await asyncio.sleep(_FIRST_PAUSE_S * random.uniform(1.0, 2.0))
+                if not version:
+                    uids = set()
+                    async for item in self._pages(path, query):
+                        version = item.pop("listed at", "")
+                        if not version:
+                            take(item)
+                            uids.add(item["metadata"]["uid"])
+                    for uid in known.keys() - uids:
+                        del known[uid]
+                        changed(uid, None)
+                version = await self._watch(path, query, version, opened, take)
             except ApiError as error:
                 if not problem:
                     logger.error("%s cannot be followed: %s; what is known stays, and it is tried again", path, error)
                 problem = str(error)
+            if time.monotonic() - began_s >= _LIVED_S:
+                pause_s = _FIRST_PAUSE_S
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -233,7 +230,14 @@ class KubernetesApi:
                 yield {"listed at": page["metadata"]["resourceVersion"]}
                 return
 
-    async def _watch(self, path: str, query: Mapping[str, str] | None, version: str, take: Callable[..., None]) -> str:
+    async def _watch(
+        self,
+        path: str,
+        query: Mapping[str, str] | None,
+        version: str,
+        opened: Callable[[], None],
+        take: Callable[..., None],
+    ) -> str:
         """Watches from a resource version on. Returns the version to go on from; "": the list must be read again."""
         words = {**(query or {}), "watch": "1", "allowWatchBookmarks": "true", "resourceVersion": version}
         words["timeoutSeconds"] = str(_WATCH_S)
@@ -242,10 +246,11 @@ class KubernetesApi:
             async with self._open().get(
                 self.access.server + path, params=words, headers=self._who(), timeout=timeout
             ) as answer:
+                if answer.status == 410:
+                    return ""
                 if answer.status >= 300:
-                    if answer.status == 410:
-                        return ""
                     raise _refused("WATCH", path, answer.status, await answer.text())
+                opened()
                 async for line in answer.content:
                     event = json.loads(line)
                     item, kind = event["object"], event["type"]
