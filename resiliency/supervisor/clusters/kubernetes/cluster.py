@@ -139,16 +139,12 @@ class KubernetesCluster:
 
     def _say(self, pod: Pod) -> None:
         node = self._nodes.get(pod.node)
-        if node is None or pod.has_ended:
+        if node is None:
             return
         facts = HostFacts(host=pod.name, node=node.name, block=node.block, unwanted=unwanted_because(node, pod))
         if self._facts.get(pod.name) != facts:
             self._facts[pod.name] = facts
             self._changed(facts)
-
-    def hosts_on(self, node: str) -> list[str]:
-        """Hosts whose pods run on a node."""
-        return sorted(self._by_node.get(node, ()))
 
     async def identify(self, token: str) -> Identity | None:
         review = {
@@ -199,7 +195,7 @@ class KubernetesCluster:
         if pod is None:
             return ""  # it is gone
         node = self._nodes.get(pod.node)
-        if pod.is_going and node is not None and node.ready and not node.cordoned:
+        if pod.is_going and node is not None and node.ready:
             logger.info("pod %s was deleted by somebody else; its node %s stays in use", host, pod.node)
             return ""
         if self._dry_run:
@@ -216,12 +212,13 @@ class KubernetesCluster:
         logger.warning("node %s is cordoned and pod %s deleted: %s", pod.node, host, reason or "replaced")
         return ""
 
-    async def _change_node(self, name: str, patch: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    async def _change_node(self, name: str, patch: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
         path = f"/api/v1/nodes/{name}"
         for left in reversed(range(_TRIES)):
             try:
-                item = await self._api.request("GET", path)
-                await self._api.request("PATCH", path, patch(item), kind=_MERGE)
+                changes = patch(await self._api.request("GET", path))
+                if changes is not None:
+                    await self._api.request("PATCH", path, changes, kind=_MERGE)
                 return
             except ApiError as error:
                 if error.status == 404:
@@ -246,13 +243,11 @@ class KubernetesCluster:
 
     async def _give_back_nodes(self) -> None:
         """Uncordons the nodes whose quarantine is over, and that work."""
-        while True:
+        while not self._dry_run:
             wall = time.time()
             for node in [node for node in self._nodes.values() if node.may_return(wall)]:
-                if self._dry_run:
-                    continue
                 try:
-                    await self._change_node(node.name, uncordon_patch)
+                    await self._change_node(node.name, lambda item: uncordon_patch(item, time.time()))
                     logger.warning("node %s is given back: its quarantine is over, or was ended by hand", node.name)
                 except ApiError as error:
                     logger.error("node %s stays cordoned although its quarantine is over: %s", node.name, error)

@@ -19,7 +19,7 @@ __all__ = [
     "unwanted_because",
 ]
 
-#: Taint, and annotations, of a node that the supervisor has taken out: why, until when, how often in a row, and whether
+#: Taint, and annotations, of a node that the supervisor has taken out: until when, why, how often in a row, and whether
 #: it was this supervisor that made the node unschedulable.
 FAILED = "resiliency/failed"
 UNTIL = "resiliency/quarantined-until"
@@ -50,7 +50,6 @@ class Pod:
     Attributes:
         job, jobset: that it belongs to.
         is_going: somebody has deleted it already.
-        has_ended: its containers have ended.
     """
 
     name: str
@@ -59,7 +58,6 @@ class Pod:
     job: str = ""
     jobset: str = ""
     is_going: bool = False
-    has_ended: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +80,22 @@ class Node:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is out because this supervisor has taken it out."""
-        return UNTIL in self.annotations
+        """Whether it is out because this supervisor has taken it out. Who removes the taint has given it back."""
+        return UNTIL in self.annotations and any(key == FAILED for key, _ in self.taints)
+
+    def is_quarantined(self, wall: float) -> bool:
+        """Whether it is out, and not for long enough."""
+        return self.is_ours and wall < _seconds(self.annotations[UNTIL])
 
     def may_return(self, wall: float) -> bool:
         """Whether its quarantine is over and the node works, or somebody has uncordoned it."""
-        is_over = self.ready and wall >= _seconds(self.annotations.get(UNTIL, ""))
-        return self.is_ours and (is_over or not self.cordoned)
+        return self.is_ours and (not self.cordoned or (self.ready and not self.is_quarantined(wall)))
 
 
-def pod_of(item: Mapping[str, Any]) -> Pod:
+def pod_of(item: Mapping[str, Any]) -> Pod | None:
+    """What is kept of a pod; None of one that has ended: it comes to life no more, also while its object stays."""
+    if (item.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
+        return None
     metadata, labels = item["metadata"], item["metadata"].get("labels") or {}
     return Pod(
         name=metadata["name"],
@@ -100,7 +104,6 @@ def pod_of(item: Mapping[str, Any]) -> Pod:
         job=labels.get("batch.kubernetes.io/job-name", ""),
         jobset=labels.get("jobset.sigs.k8s.io/jobset-name", ""),
         is_going="deletionTimestamp" in metadata,
-        has_ended=(item.get("status") or {}).get("phase") in ("Succeeded", "Failed"),
     )
 
 
@@ -131,35 +134,41 @@ def unwanted_because(node: Node, pod: Pod) -> str:
 
 
 def cordon_patch(item: Mapping[str, Any], reason: str, quarantine_s: float, wall: float) -> dict[str, Any]:
-    """The merge patch that takes a node out. It fails when the node has changed since ``item`` was read."""
-    metadata, spec = item["metadata"], item.get("spec") or {}
-    before = metadata.get("annotations") or {}
-    falls = _falls(before, wall) + 1
-    cordoned = bool(spec.get("unschedulable")) and _CORDONED not in before
+    """The merge patch that takes a node out. It fails when the node has changed since ``item`` was read.
+
+    A node that is in quarantine already has failed once: that another of its pods is lost, or that it is taken out
+    again because the pod could not be deleted, makes the quarantine no longer.
+    """
+    metadata, spec, node = item["metadata"], item.get("spec") or {}, node_of(item, "")
+    annotations: dict[str, str | None] = {}
+    if not node.is_quarantined(wall):
+        falls = _falls(node.annotations, wall) + 1
+        by_others = node.cordoned and not (node.is_ours and _CORDONED in node.annotations)
+        annotations = {
+            _REASON: reason[:_LONGEST_REASON],
+            UNTIL: _text(wall + quarantine_s * 2.0 ** min(falls - 1, _MOST_DOUBLINGS)),
+            _FALLS: str(falls),
+            _CORDONED: None if by_others else "true",
+        }
     taints = [one for one in spec.get("taints") or () if one["key"] != FAILED]
     return {
-        "metadata": {
-            "resourceVersion": metadata["resourceVersion"],
-            "annotations": {
-                _REASON: reason[:_LONGEST_REASON],
-                UNTIL: _text(wall + quarantine_s * 2.0 ** min(falls - 1, _MOST_DOUBLINGS)),
-                _FALLS: str(falls),
-                _CORDONED: None if cordoned else "true",
-            },
-        },
+        "metadata": {"resourceVersion": metadata["resourceVersion"], "annotations": annotations},
         "spec": {"unschedulable": True, "taints": [*taints, {"key": FAILED, "effect": "NoSchedule"}]},
     }
 
 
-def uncordon_patch(item: Mapping[str, Any]) -> dict[str, Any]:
-    """The merge patch that gives a node back. How often it has failed stays written there."""
+def uncordon_patch(item: Mapping[str, Any], wall: float) -> dict[str, Any] | None:
+    """The merge patch that gives a node back; None when it may not return, because it has just failed again. How often
+    it has failed, and until when it was out, stays written there: after a day without a failure that is forgiven."""
+    if not node_of(item, "").may_return(wall):
+        return None
     metadata, spec = item["metadata"], item.get("spec") or {}
     taints = [one for one in spec.get("taints") or () if one["key"] != FAILED]
     ours = _CORDONED in (metadata.get("annotations") or {})
     return {
         "metadata": {
             "resourceVersion": metadata["resourceVersion"],
-            "annotations": {UNTIL: None, _REASON: None, _CORDONED: None},
+            "annotations": {_REASON: None, _CORDONED: None},
         },
         "spec": {"taints": taints, **({"unschedulable": None} if ours else {})},
     }
@@ -167,8 +176,7 @@ def uncordon_patch(item: Mapping[str, Any]) -> dict[str, Any]:
 
 def _falls(annotations: Mapping[str, str], wall: float) -> int:
     count = annotations.get(_FALLS, "")
-    until = annotations.get(UNTIL)
-    if not count.isdecimal() or (until is not None and wall - _seconds(until) > _FORGIVE_S):
+    if not count.isdecimal() or wall - _seconds(annotations.get(UNTIL, "")) > _FORGIVE_S:
         return 0
     return min(int(count), 1000)
 

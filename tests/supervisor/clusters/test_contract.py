@@ -1,0 +1,382 @@
+"""What the Kubernetes backend does with an API server: a fake one, and a real one where this machine has one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resiliency.supervisor.clusters.base import HostFacts, Identity
+from resiliency.supervisor.clusters.kubernetes import KubernetesCluster
+from resiliency.supervisor.clusters.kubernetes.api import KubernetesApi
+from resiliency.supervisor.clusters.kubernetes.facts import FAILED, UNTIL
+
+from ..fake_monitors import until
+from .fake_api import FakeApi
+from .servers import AUDIENCE, FakeServer, RealServer, Server
+
+pytestmark = pytest.mark.usefixtures("in_a_hurry")
+
+
+@pytest.fixture(params=["fake", "real"])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Server:
+    if request.param == "fake":
+        api: FakeApi = request.getfixturevalue("fake_api")
+        return FakeServer(api)
+    return RealServer(request.getfixturevalue("rig"), tmp_path)
+
+
+def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+class Watched(KubernetesCluster):
+    """One that runs. Attributes: facts: the newest of each host; gone: hosts that are no more."""
+
+    def __init__(self, server: Server, **values: Any) -> None:
+        given = {"audience": AUDIENCE, "block_label": "block", "quarantine_s": 1000.0, **values}
+        super().__init__(KubernetesApi(server.access), namespace=server.jobs, **given)
+        self.facts: dict[str, HostFacts] = {}
+        self.gone: list[str] = []
+
+    def hear(self, facts: HostFacts) -> None:
+        if facts.is_gone:
+            del self.facts[facts.host]
+            self.gone.append(facts.host)
+        else:
+            self.facts[facts.host] = facts
+
+
+@contextlib.asynccontextmanager
+async def watched(server: Server, **values: Any) -> AsyncIterator[Watched]:
+    made = Watched(server, **values)
+    running = asyncio.create_task(made.run(made.hear))
+    try:
+        yield made
+        assert not running.done(), running.result()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await made.close()
+
+
+def taints(server: Server, node: str) -> list[str]:
+    return [each["key"] for each in server.node(node)["spec"].get("taints") or ()]
+
+
+def is_cordoned(server: Server, node: str) -> bool:
+    return bool(server.node(node)["spec"].get("unschedulable"))
+
+
+def annotations(server: Server, node: str) -> dict[str, str]:
+    return {key: value for key, value in (server.node(node)["metadata"].get("annotations") or {}).items() if key.startswith("resiliency/")}  # fmt: skip
+
+
+def is_out(server: Server, node: str) -> bool:
+    return is_cordoned(server, node) and FAILED in taints(server, node)
+
+
+# -- what the cluster says ---------------------------------------------------------------------------------------------
+
+
+def test_hosts_are_pods_on_nodes_from_the_first_to_the_last_that_is_said_of_them(server: Server) -> None:
+    async def work() -> None:
+        async with server:
+            one, other = server.add_node("n-1", block="b-1"), server.add_node("n-2", block="b-2")
+            server.add_pod("a", one)
+            async with watched(server) as cluster:
+                await until(lambda: cluster.facts.get("a") == HostFacts(host="a", node=one, block="b-1"))
+                server.add_pod("b", other)
+                await until(lambda: cluster.facts.get("b") == HostFacts(host="b", node=other, block="b-2"))
+                server.change_node(other, {"spec": {"unschedulable": True}})
+                await until(lambda: cluster.facts["b"].unwanted == f"node {other} is cordoned")
+                assert not cluster.facts["a"].unwanted
+                server.change_node(other, {"spec": {"unschedulable": None}})
+                await until(lambda: not cluster.facts["b"].unwanted)
+                leaving = {"key": "ToBeDeletedByClusterAutoscaler", "value": "1", "effect": "NoSchedule"}
+                server.change_node(one, {"spec": {"taints": [leaving]}})
+                await until(lambda: "will be taken away" in cluster.facts["a"].unwanted)
+                server.delete_pod("b", at_once=False)
+                await until(lambda: cluster.facts["b"].unwanted == "pod b is being deleted")
+                server.delete_pod("b")
+                await until(lambda: cluster.gone == ["b"])
+                assert list(cluster.facts) == ["a"]
+
+    run(work)
+
+
+@pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
+def test_a_pod_that_has_ended_is_no_host_any_more_and_its_node_is_left_alone(server: Server, phase: str) -> None:
+    """Its object stays, of a completed job for days, and nobody is heard of from there."""
+
+    async def work() -> None:
+        async with server:
+            node = server.add_node("n")
+            server.add_pod("a", node)
+            async with watched(server) as cluster:
+                await until(lambda: "a" in cluster.facts)
+                server.end_pod("a", phase)
+                await until(lambda: cluster.gone == ["a"])
+                assert await cluster.take_out(["a"], "not heard of") == ""
+            async with watched(server) as cluster:
+                server.add_pod("b", node)
+                await until(lambda: "b" in cluster.facts)
+                assert "a" not in cluster.facts and await cluster.take_out(["a"], "not heard of") == ""
+            assert server.pods() == {"a", "b"} and server.writes() == []
+
+    run(work)
+
+
+# -- a lost host -------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_host_takes_two_writes_and_a_second_time_none(server: Server) -> None:
+    async def work() -> None:
+        async with server:
+            node, spared = server.add_node("n"), server.add_node("spared")
+            server.add_pod("a", node)
+            server.add_pod("b", spared)
+            async with watched(server) as cluster:
+                await until(lambda: cluster.facts.keys() == {"a", "b"})
+                began = datetime.now(timezone.utc)
+                assert await cluster.take_out(["a"], "it is silent") == ""
+                assert server.writes(2) == [("PATCH", f"nodes/{node}", 200), ("DELETE", "pods/a", 200)]
+                assert is_out(server, node) and server.pods() == {"b"} and not is_out(server, spared)
+                said = annotations(server, node)
+                end = datetime.strptime(said[UNTIL], "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
+                assert 998 < (end - began).total_seconds() < 1030 and said["resiliency/reason"] == "it is silent"
+                await until(lambda: cluster.gone == ["a"])
+                assert await cluster.take_out(["a", "never-seen"], "it is silent") == ""
+                assert len(server.writes()) == 2
+
+    run(work)
+
+
+def test_the_second_pod_of_a_node_makes_its_quarantine_no_longer(server: Server) -> None:
+    async def work() -> None:
+        async with server:
+            node = server.add_node("n")
+            server.add_pod("a", node)
+            server.add_pod("b", node)
+            async with watched(server) as cluster:
+                await until(lambda: cluster.facts.keys() == {"a", "b"})
+                assert await cluster.take_out(["a"], "first") == ""
+                said = annotations(server, node)
+                assert await cluster.take_out(["b"], "second") == "" and annotations(server, node) == said
+                assert said["resiliency/falls"] == "1" and server.pods() == set() and is_out(server, node)
+
+    run(work)
+
+
+def test_a_newer_pod_of_the_same_name_is_never_deleted(server: Server) -> None:
+    async def work() -> None:
+        async with server:
+            node = server.add_node("n")
+            server.add_pod("a", node)
+            made = Watched(server)
+            running = asyncio.create_task(made.run(made.hear))
+            await until(lambda: "a" in made.facts)
+            running.cancel()  # from here on it does not learn of anything
+            await asyncio.gather(running, return_exceptions=True)
+            server.delete_pod("a")
+            server.add_pod("a", node)
+            assert await made.take_out(["a"], "it is silent") == ""
+            assert server.writes(2)[1] == ("DELETE", "pods/a", 409) and server.pods() == {"a"}
+            await made.close()
+
+    run(work)
+
+
+def test_a_node_that_is_gone_is_no_problem(server: Server) -> None:
+    async def work() -> None:
+        async with server:
+            node = server.add_node("n")
+            server.add_pod("a", node)
+            async with watched(server) as cluster:
+                await until(lambda: "a" in cluster.facts)
+                server.remove_node(node)
+                assert await cluster.take_out(["a"], "it is silent") == ""
+                assert server.pods() == set()
+
+    run(work)
+
+
+@pytest.mark.parametrize("cordoned", [False, True])
+def test_a_pod_that_somebody_else_deletes_is_given_its_grace_and_its_node_is_left_alone(
+    server: Server, cordoned: bool
+) -> None:
+    """With a cordon it is `kubectl drain`. A node that is not ready has no kubelet that would end the pod."""
+
+    async def work() -> None:
+        async with server:
+            node = server.add_node("n")
+            server.add_pod("a", node)
+            async with watched(server) as cluster:
+                if cordoned:
+                    server.change_node(node, {"spec": {"unschedulable": True}})
+                    await until(lambda: "a" in cluster.facts and cluster.facts["a"].unwanted)
+                server.delete_pod("a", at_once=False)
+                expected = f"node {node} is cordoned" if cordoned else "pod a is being deleted"
+                await until(lambda: "a" in cluster.facts and cluster.facts["a"].unwanted == expected)
+                await asyncio.sleep(0.2 if cordoned else 0)  # the deletion changes none of the facts
+                assert await cluster.take_out(["a"], "drained") == ""
+                assert server.writes() == [] and server.pods() == {"a"}
+                server.set_ready(node, False)
+
+                async def taken_out() -> bool:
+                    assert await cluster.take_out(["a"], "drained") == ""
+                    return server.pods() == set()
+
+                while not await taken_out():
+                    await asyncio.sleep(0.01)
+                assert is_out(server, node)
+
+    run(work)
+
+
+def test_a_dry_run_writes_nothing(server: Server) -> None:
+    async def work() -> None:
+        async with server:
+            node = server.add_node("n")
+            server.add_pod("a", node)
+            server.add_job("job")
+            async with watched(server, dry_run=True) as cluster:
+                await until(lambda: "a" in cluster.facts)
+                assert await cluster.take_out(["a"], "lost") == "" == await cluster.give_up(["a"], "no more")
+            assert server.writes() == [] and server.pods() == {"a"}
+
+    run(work)
+
+
+# -- quarantine --------------------------------------------------------------------------------------------------------
+
+
+def end_quarantine(server: Server, node: str) -> None:
+    server.change_node(node, {"metadata": {"annotations": {UNTIL: "2020-01-01T00:00:00Z"}}})
+
+
+def test_a_node_comes_back_after_its_quarantine_once_it_works(server: Server) -> None:
+    async def work() -> None:
+        async with server:
+            node = server.add_node("n")
+            server.add_pod("a", node)
+            async with watched(server) as cluster:
+                await until(lambda: "a" in cluster.facts)
+                assert await cluster.take_out(["a"], "lost") == ""
+                server.set_ready(node, False)
+                server.add_pod("b", node)
+                await until(lambda: "b" in cluster.facts and "was taken out: lost" in cluster.facts["b"].unwanted)
+                end_quarantine(server, node)
+                await asyncio.sleep(0.3)
+                assert is_out(server, node)
+                server.set_ready(node, True)
+                await until(lambda: not is_cordoned(server, node))
+                await until(lambda: not cluster.facts["b"].unwanted)
+                assert FAILED not in taints(server, node)
+                assert annotations(server, node).keys() == {UNTIL, "resiliency/falls"}
+                patches = [write for write in server.writes(3) if write[:2] == ("PATCH", f"nodes/{node}")]
+                assert len(patches) == 2
+
+    run(work)
+
+
+def test_a_cordon_and_taints_that_others_have_made_stay(server: Server) -> None:
+    async def work() -> None:
+        async with server:
+            node = server.add_node("n")
+            server.add_pod("a", node)
+            theirs = {"key": "theirs", "value": "x", "effect": "PreferNoSchedule"}
+            server.change_node(node, {"spec": {"unschedulable": True, "taints": [theirs]}})
+            async with watched(server) as cluster:
+                await until(lambda: "a" in cluster.facts)
+                assert await cluster.take_out(["a"], "lost") == ""
+                assert is_out(server, node) and "theirs" in taints(server, node)
+                end_quarantine(server, node)
+                await until(lambda: FAILED not in taints(server, node))
+                assert is_cordoned(server, node) and "theirs" in taints(server, node)
+
+    run(work)
+
+
+def test_who_removes_the_taint_has_given_the_node_back(server: Server) -> None:
+    async def work() -> None:
+        async with server:
+            node = server.add_node("n")
+            server.add_pod("a", node)
+            async with watched(server) as cluster:
+                await until(lambda: "a" in cluster.facts)
+                assert await cluster.take_out(["a"], "lost") == ""
+                server.change_node(node, {"spec": {"unschedulable": None, "taints": None}})
+                server.add_pod("b", node)
+                await until(lambda: "b" in cluster.facts and not cluster.facts["b"].unwanted)
+                end_quarantine(server, node)
+                await asyncio.sleep(0.3)
+                assert len(server.writes(2)) == 2
+
+    run(work)
+
+
+# -- who is who --------------------------------------------------------------------------------------------------------
+
+
+def test_a_token_says_which_pod_of_which_node_somebody_is(server: Server) -> None:
+    async def work() -> None:
+        async with server:
+            node = server.add_node("n")
+            server.add_pod("a", node)
+            server.add_pod("watchdog", node, namespace=server.own)
+            async with watched(server) as cluster:
+                assert await cluster.identify(server.token("a")) == Identity(host="a", node=node)
+                watchdog = server.token("watchdog", namespace=server.own)
+                assert await cluster.identify(watchdog) == Identity(host=node, node=node, watches_node=True)
+
+    run(work)
+
+
+def test_no_other_token_lets_anybody_in(server: Server) -> None:
+    async def work() -> None:
+        async with server:
+            node = server.add_node("n")
+            server.add_pod("a", node)
+            server.add_pod("elsewhere", node, namespace="default")
+            try:
+                async with watched(server) as cluster:
+                    good = server.token("a")
+                    head, _, signature = good.rpartition(".")
+                    forged = f"{head}.{signature[::-1]}"
+                    wrong = server.token("a", audience="https://kubernetes.default.svc")
+                    for token in (forged, wrong, "x", server.token("elsewhere", namespace="default")):
+                        assert await cluster.identify(token) is None, token
+                    assert await cluster.identify(good) is not None
+            finally:
+                if isinstance(server, RealServer):
+                    server.delete_pod("elsewhere", namespace="default")
+
+    run(work)
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_is_given_up_fails(server: Server) -> None:
+    async def work() -> None:
+        async with server:
+            node = server.add_node("n")
+            server.add_job("job")
+            server.add_pod("a", node)
+            server.add_pod("b", node, job="never-made")
+            async with watched(server) as cluster:
+                await until(lambda: cluster.facts.keys() == {"a", "b"})
+                assert await cluster.give_up(["a", "gone"], "its policy has given up") == ""
+                job = server.job("job")
+                assert job["spec"]["activeDeadlineSeconds"] == 1
+                assert job["metadata"]["annotations"]["resiliency/given-up"] == "its policy has given up"
+                assert await cluster.give_up(["b"], "gone already") == "" == await cluster.give_up([], "nobody")
+                assert server.writes(2) == [("PATCH", "jobs/job", 200), ("PATCH", "jobs/never-made", 404)]
+
+    run(work)
