@@ -39,7 +39,7 @@ class Watched(KubernetesCluster):
     """One that runs. Attributes: facts: the newest of each host; gone: hosts that are no more."""
 
     def __init__(self, server: Server, **values: Any) -> None:
-        given = {"audience": AUDIENCE, "block_label": "block", "quarantine_s": 1000.0, **values}
+        given = {"audience": AUDIENCE, "lease": "supervisor", "block_label": "block", "quarantine_s": 1000.0, **values}
         super().__init__(KubernetesApi(server.access), namespace=server.jobs, **given)
         self.facts: dict[str, HostFacts] = {}
         self.gone: list[str] = []
