@@ -281,6 +281,12 @@ class Controller:
         )
         return True
 
+    def note_job(self, name: str, job: str) -> None:
+        """The cluster says what the hosts of a workload belong to."""
+        workload = self._workloads[name]
+        if workload.job != job:
+            self._set(replace(workload, job=job))
+
     def stop(self, name: str, reason: str, now_s: float, wall: float) -> bool:
         """Ends a workload for good. Returns False when no workload of this name runs."""
         workload = self._workloads.get(name)

@@ -330,6 +330,7 @@ class Workload:
         plan: number of the active plan; None: there is none.
         incident: number of the open incident; None: there is none.
         goodput: the running goodput when this was stored.
+        job: what its hosts belong to, as the cluster says; "": it does not say.
     """
 
     spec: WorkloadSpec
@@ -349,6 +350,7 @@ class Workload:
     incident: int | None = None
     reason: str = ""
     goodput: RunningGoodput = RunningGoodput()
+    job: str = ""
 
     @property
     def name(self) -> str:

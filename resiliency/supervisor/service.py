@@ -562,7 +562,8 @@ class Service:
                 term=self.term,
                 place=place,
                 asks=tuple(asks),
-                completed=self._all_is_done(),
+                # Not before the cluster has said which job the host belongs to: it may be a new one.
+                completed=self._all_is_done() and (host in self._facts or not self._cluster.vouches),
             )
         )
 
@@ -676,6 +677,8 @@ class Service:
                 self._offer([host], again=True)
         else:
             heard.elsewhere_since_s = None
+            if facts is not None and facts.job != placed[0].job:
+                self.controller.note_job(placed[0].name, facts.job)
             news |= self._take_progress(host, heard, report, placed, now_s)
         if news:
             self._due.set()
@@ -848,7 +851,9 @@ class Service:
             self._cordoned.discard(host)
             detail = f"its pod was deleted (node {facts.node})"
             self._observe(Observation(kind=ObservationKind.HOST_UNHEALTHY, host=host, detail=detail))
-        elif facts.unwanted and host not in self._cordoned:
+            return
+        self._begin_submitted(facts)
+        if facts.unwanted and host not in self._cordoned:
             self._cordoned.add(host)
             self.sensor.cordon(host, facts.unwanted, now_s)
             self._observe(Observation(kind=ObservationKind.DRAIN, host=host, detail=facts.unwanted))
@@ -857,6 +862,16 @@ class Service:
             if self.sensor.uncordon(host, now_s):
                 self._check(host, now_s)
         self._due.set()
+
+    def _begin_submitted(self, facts: HostFacts) -> None:
+        """Begins ended workloads again when a host comes that belongs to another job than theirs: the user has
+        submitted it anew."""
+        for spec in self.settings.workloads:
+            known = self.controller.workloads.get(spec.name)
+            if known is not None and known.state.has_ended and known.job and facts.job not in ("", known.job):
+                logger.warning("%s was %s, and is begun again: %s is of a new job", spec.name, known.state, facts.host)
+                self._stopped_by_hand.discard(spec.name)
+                self.controller.add(spec, self._clock())
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ class HostFacts:
     Attributes:
         node: the machine that it runs on.
         block: failure domain of the machine; "": unknown.
+        job: identifies what the user has submitted (a JobSet); "": unknown.
         unwanted: why the cluster, or somebody who works on it, wants the host empty; "": nobody does.
         is_gone: the host is no more, and none of this name will come.
     """
@@ -47,6 +48,7 @@ class HostFacts:
     host: str
     node: str = ""
     block: str = ""
+    job: str = ""
     unwanted: str = ""
     is_gone: bool = False
 

@@ -141,7 +141,13 @@ class KubernetesCluster:
         node = self._nodes.get(pod.node)
         if node is None:
             return
-        facts = HostFacts(host=pod.name, node=node.name, block=node.block, unwanted=unwanted_because(node, pod))
+        facts = HostFacts(
+            host=pod.name,
+            node=node.name,
+            block=node.block,
+            job=pod.jobset,
+            unwanted=unwanted_because(node, pod),
+        )
         if self._facts.get(pod.name) != facts:
             self._facts[pod.name] = facts
             self._changed(facts)

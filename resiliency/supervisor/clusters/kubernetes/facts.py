@@ -48,7 +48,7 @@ class Pod:
     """A pod of a job.
 
     Attributes:
-        job, jobset: that it belongs to.
+        job, jobset: that it belongs to; the second by its uid, where the version of JobSet tells it.
         is_going: somebody has deleted it already.
     """
 
@@ -102,7 +102,7 @@ def pod_of(item: Mapping[str, Any]) -> Pod | None:
         uid=metadata["uid"],
         node=(item.get("spec") or {}).get("nodeName") or "",
         job=labels.get("batch.kubernetes.io/job-name", ""),
-        jobset=labels.get("jobset.sigs.k8s.io/jobset-name", ""),
+        jobset=labels.get("jobset.sigs.k8s.io/jobset-uid") or labels.get("jobset.sigs.k8s.io/jobset-name", ""),
         is_going="deletionTimestamp" in metadata,
     )
 
