@@ -20,7 +20,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from resiliency.interruption import raised_by_a_handler
 from resiliency.regular_file import open_regular
 
 __all__ = [
@@ -307,8 +306,7 @@ class BackgroundSink:
 
 
 class EventWriter:
-    """Adds time, run, attempt, rank and host to events and passes them to sinks. Thread: any. Raises: nothing but what
-    a signal's handler raises meanwhile."""
+    """Adds time, run, attempt, rank and host to events and passes them to sinks. Thread: any. Raises: nothing."""
 
     def __init__(self, *, run: str, attempt: int, rank: int, host: str, sinks: tuple[EventSink, ...]) -> None:
         self.run = run
@@ -332,9 +330,7 @@ class EventWriter:
         for sink in self._sinks:
             try:
                 sink.emit(event)
-            except Exception as error:  # Boundary: a user's sink must not end training.
-                if raised_by_a_handler(error):
-                    raise
+            except Exception:  # Boundary: a user's sink must not end training.
                 logger.warning("event sink %r failed on %s", sink, kind, exc_info=True)
 
     def drain(self) -> None:

@@ -333,19 +333,3 @@ def test_a_background_sink_that_was_never_used_has_no_thread() -> None:
     events.close()
     events.emit("late")
     assert "resiliency-events" not in [thread.name for thread in threading.enumerate()]
-
-
-def test_what_a_signals_handler_raises_in_a_sink_is_no_error_of_the_sink() -> None:
-    class Interrupted(NullSink):
-        def emit(self, event: Event) -> None:
-            signal.raise_signal(signal.SIGUSR2)
-
-    def handler(*_: Any) -> None:
-        raise TimeoutError("of the handler")
-
-    before = signal.signal(signal.SIGUSR2, handler)
-    try:
-        with pytest.raises(TimeoutError, match="of the handler"):
-            writer(Interrupted()).emit("x")
-    finally:
-        signal.signal(signal.SIGUSR2, before)

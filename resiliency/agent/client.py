@@ -1,9 +1,9 @@
 """The trainer's side: finds or starts the host agent, and reconnects when it dies.
 
-Nothing here blocks the training thread except :meth:`AgentClient.open`, :meth:`AgentClient.flush` and
-:meth:`AgentClient.close`, each with a deadline. When the connection breaks, a new agent is started and every message
-not yet acknowledged is sent again. An agent that dies again and again is left alone for a while: saves are skipped
-meanwhile, and a warning says so.
+Only :meth:`AgentClient.open`, :meth:`AgentClient.flush` and :meth:`AgentClient.close` block, each with a deadline; the
+training thread has another one call them, see :mod:`resiliency.to_thread`. When the connection breaks, a new agent is
+started and every message not yet acknowledged is sent again. An agent that dies again and again is left alone for a
+while: saves are skipped meanwhile, and a warning says so.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ from resiliency.agent.messages import (
 from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, pack
 from resiliency.errors import AgentError, DirectoryInUse
 from resiliency.events import EventKind, EventWriter
-from resiliency.interruption import raised_by_a_handler
 from resiliency.runtime.closing import close_when_left
-from resiliency.runtime.latch import Latch
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 
@@ -99,7 +97,7 @@ class AgentClient:
         events: the trainer's event log.
         embedded: run the agent in a thread of this process, if no agent serves the directory yet.
 
-    Threads: public methods from the training thread (where no other is named); the thread ``resiliency-agent-link``
+    Threads: public methods from one thread at a time (where no other is named); the thread ``resiliency-agent-link``
         receives.
     """
 
@@ -107,11 +105,10 @@ class AgentClient:
         self.config = config
         self.rank = rank
         self._events = events
-        #: Entered in native code: Ctrl-C in Python's own ``Condition.__enter__`` leaves a lock that nobody releases.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         #: Set when there may be something to :meth:`poll`; only :meth:`wait_message` waits for it.
-        self._news = Latch()
+        self._news = threading.Event()
         self._inbox: deque[Notice] = deque()
         self._take_file: Callable[[FileReady], None] | None = None
         self._woken = False
@@ -172,13 +169,13 @@ class AgentClient:
                 if isinstance(error, TimeoutError):
                     break  # another agent would be as slow
                 continue
-            self._thread = threading.Thread(target=self._receive, name="resiliency-agent-link", daemon=True)
+            thread = threading.Thread(target=self._receive, name="resiliency-agent-link", daemon=True)
             try:
-                self._thread.start()
+                thread.start()
             except RuntimeError:  # the limit of threads is reached
-                self._thread = None
                 self._hang_up()
                 raise
+            self._thread = thread
             return
         if closed == _MAX_LOSSES:
             self._refuse_to_share()
@@ -383,8 +380,8 @@ class AgentClient:
             try:
                 self._socket.sendall(pack(message))
             except OSError as error:
-                if raised_by_a_handler(error):
-                    raise
+                if error.errno is None:
+                    raise  # not of the socket: a signal's handler has raised it
                 logger.debug("the agent is gone; %s was not sent", type(message).__name__)
                 self._break_link()
 
@@ -587,7 +584,7 @@ class AgentClient:
                 self._changed.notify_all()
                 if not self._changed.wait_for(lambda: self._next_start != 0.0, min(timeout_s, _START_NOW_S)):
                     return False
-        while not self.is_down:
+        while not self.is_down and not self._closing:
             answer = self._ask_flush(stage, tier, max(0.0, deadline - time.monotonic()))
             if answer is not None:
                 return answer
@@ -639,8 +636,7 @@ class AgentClient:
             except OSError:
                 logger.debug("the agent had disconnected first", exc_info=True)
         if self._thread is not None:
-            with suppress(RuntimeError):  # not started, as Ctrl-C came first; if it starts yet, it ends by itself
-                self._thread.join(timeout_s)
+            self._thread.join(timeout_s)
         if agent is not None:
             with agent:
                 self._wait_gone(agent, deadline if process is not None else time.monotonic() + others_s)

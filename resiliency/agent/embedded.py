@@ -41,8 +41,8 @@ class EmbeddedAgent:
         self._running: _Running | None = None
 
     def start(self) -> None:
-        """Starts the agent, if this process does not run it already. What an exception (Ctrl-C) interrupts,
-        :meth:`close` ends. Blocks: no.
+        """Starts the agent, if this process does not run it already. What it has begun when
+        it raises, :meth:`close` ends. Blocks: no.
 
         Raises:
             OSError: another process serves the address (EADDRINUSE).
@@ -54,7 +54,7 @@ class EmbeddedAgent:
                 running.users.add(id(self))
                 self._running = running
                 return
-            # In this order, so that close() finds what an exception has interrupted.
+            # In this order, so that close() finds what an exception leaves.
             self._running = running = _Running(self._config)
             running.users.add(id(self))
             running.server.listen()

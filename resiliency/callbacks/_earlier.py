@@ -13,7 +13,6 @@ from resiliency.callbacks._places import CheckpointPlaces, EngineKey
 from resiliency.errors import CorruptShard, TierError, UnsupportedFormat
 from resiliency.inspection.by_path import locate
 from resiliency.inspection.pickle_view import read_pickle
-from resiliency.interruption import lets_handlers_raise
 from resiliency.settings import environment
 from resiliency.storage.catalog import StepListing, scan, step_folders
 from resiliency.storage.single_files import single_file_at, single_files_of
@@ -21,6 +20,7 @@ from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
+from resiliency.to_thread import to_thread
 
 __all__ = ["Found", "continues_writer", "is_restart", "look", "newest_file", "newest_step", "step_of"]
 
@@ -42,10 +42,19 @@ class Found:
     unknown: bool = False
 
 
-@lets_handlers_raise
 def look(trainer: Any, places: CheckpointPlaces) -> Found:
     """Looks for steps of the run. Warns when a remote tier cannot be listed. Collective: yes. Blocks: one listing per
     tier."""
+    steps, unsupported, unknown = to_thread(lambda: _look_here(trainer, places))
+    return Found(
+        steps=_any_rank(trainer, steps),
+        unsupported=_any_rank(trainer, unsupported),
+        unknown=_any_rank(trainer, unknown),
+    )
+
+
+def _look_here(trainer: Any, places: CheckpointPlaces) -> tuple[bool, bool, bool]:
+    """What this rank sees of :class:`Found`."""
     steps = unsupported = unknown = False
     for number, tier in enumerate(_tiers(trainer, places)):
         try:
@@ -58,11 +67,7 @@ def look(trainer: Any, places: CheckpointPlaces) -> Found:
                 continue
             unknown = True
             logger.warning("whether there are checkpoints of run %r is not known: %s", places.key.run, error)
-    return Found(
-        steps=_any_rank(trainer, steps),
-        unsupported=_any_rank(trainer, unsupported),
-        unknown=_any_rank(trainer, unknown),
-    )
+    return steps, unsupported, unknown
 
 
 def is_restart(trainer: Any) -> bool:
@@ -73,7 +78,6 @@ def is_restart(trainer: Any) -> bool:
     return _any_rank(trainer, bool(environment().launch.restarts))
 
 
-@lets_handlers_raise
 def continues_writer(trainer: Any, places: CheckpointPlaces, step: StepId) -> bool:
     """True when the launcher of any rank says that this is a restart of the job that wrote ``step``. Collective: yes.
 
@@ -84,21 +88,26 @@ def continues_writer(trainer: Any, places: CheckpointPlaces, step: StepId) -> bo
     launch, problem = environment().launch, ""
     writers: list[Mapping[str, str]] = []
     if launch.job:
-        try:
-            # Not at a glance, but with retries: which job wrote the step decides about the whole training.
-            for tier in _tiers(trainer, places, glance=False):
-                writers = [_writer(listing) for listing in scan(tier, places.key.run) if listing.id == step]
-                if writers:
-                    break
-        except (TierError, OSError) as error:
-            problem = str(error)
+        writers, problem = to_thread(lambda: _writers(trainer, places, step))
     continues = _any_rank(trainer, any(launch.continues(writer) for writer in writers))
     if not continues and _any_rank(trainer, bool(problem)):
         raise TierError(f"cannot find out which job has written {step}: {problem or 'see rank 0'}", retryable=True)
     return continues
 
 
-@lets_handlers_raise
+def _writers(trainer: Any, places: CheckpointPlaces, step: StepId) -> tuple[list[Mapping[str, str]], str]:
+    """The jobs that wrote a step, as the first tier that holds it says, and why a tier cannot be listed."""
+    try:
+        # Not at a glance, but with retries: which job wrote the step decides about the whole training.
+        for tier in _tiers(trainer, places, glance=False):
+            writers = [_writer(listing) for listing in scan(tier, places.key.run) if listing.id == step]
+            if writers:
+                return writers, ""
+    except (TierError, OSError) as error:
+        return [], str(error)
+    return [], ""
+
+
 def newest_step(trainer: Any, places: CheckpointPlaces) -> StepId | None:
     """The newest committed step of which this rank sees at least its host's part; None when it sees none. Collective:
     no."""
@@ -108,7 +117,6 @@ def newest_step(trainer: Any, places: CheckpointPlaces) -> StepId | None:
     return max(found, default=None)
 
 
-@lets_handlers_raise
 def step_of(path: str) -> int | None:
     """The optimizer step of any checkpoint, ours or stock; None, with a warning, when it cannot be read.
 
@@ -136,7 +144,6 @@ def _opened(path: str) -> Any:
     return fsspec.open(path, "rb")
 
 
-@lets_handlers_raise
 def newest_file(key: EngineKey, *, prefer: Iterable[str] = ()) -> set[str]:
     """The path of the run's newest step, if only its file is left (no step folder); empty otherwise.
 

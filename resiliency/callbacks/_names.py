@@ -7,7 +7,6 @@ import os
 import posixpath
 
 from resiliency.errors import TierError
-from resiliency.interruption import lets_handlers_raise
 from resiliency.regular_file import NotAFile, open_own
 from resiliency.storage.catalog import scan
 from resiliency.storage.format_version import READ_VERSIONS
@@ -46,7 +45,6 @@ def engine_name(path: str, dirpath: str) -> str | None:
     return name if fits else None
 
 
-@lets_handlers_raise
 def names_on_disk(dirpath: str, run: str, ending: str) -> list[str]:
     """The names in ``dirpath`` with this ending, sorted: checkpoints of the engine and stock ones, which a version
     counter must skip.

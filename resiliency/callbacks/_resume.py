@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any, Literal, Protocol
 
@@ -19,6 +20,7 @@ from resiliency.plugins.resume.rank_state import RankState
 from resiliency.settings import environment
 from resiliency.storage.manifest import META_DIR, STEPS_DIR
 from resiliency.storage.step_id import StepId
+from resiliency.to_thread import to_thread
 
 __all__ = ["EngineUser", "Process", "Resume"]
 
@@ -154,7 +156,7 @@ class Resume:
             return path
         step = None
         if self._trainer.is_global_zero and path is not None:
-            step = step_of(os.fspath(path))
+            step = to_thread(lambda: step_of(os.fspath(path)))
         path, step = self._trainer.strategy.broadcast((path, step))
         if step is None or step <= newest[0].step:
             return self._resume_from(newest, instead_of=path)
@@ -171,7 +173,7 @@ class Resume:
         if self._trainer.world_size > 1 or not os.path.isfile(path):
             return False
         try:
-            located = locate(path)
+            located = to_thread(lambda: locate(path))
         except (ConfigError, NoCheckpointFound, TierError):
             return False
         return located is not None and located.id == step
@@ -200,7 +202,7 @@ class Resume:
         """Shows one line that names the newest checkpoint that the fit does not resume from, on rank 0."""
         if not self._trainer.is_global_zero:
             return
-        steps = ((newest_step(self._trainer, self._places(key)), key) for key in keys)
+        steps = ((to_thread(partial(newest_step, self._trainer, self._places(key))), key) for key in keys)
         newest = max(((step, key) for step, key in steps if step is not None), key=itemgetter(0), default=None)
         if newest is not None:
             does = "starts afresh" if path is None else f"resumes from {path}, as Lightning has chosen"
@@ -249,7 +251,7 @@ class Resume:
         found = None
         if self._trainer.is_global_zero:
             try:
-                located = locate(key.newest)
+                located = to_thread(lambda: locate(key.newest))
                 found = located.id.dirname if located is not None else None
             except NoCheckpointFound:
                 logger.debug("no checkpoint to resume from in %s", key.newest)
@@ -285,7 +287,8 @@ class Resume:
             state: dict[str, Any] = restored.state
             self._place_rank_state(state, restored.per_rank, restored.world_size)
             return state
-        found = locate_and_load(path, rank=self._trainer.global_rank, allow_pickle=allow_pickle)
+        rank = self._trainer.global_rank
+        found = to_thread(lambda: locate_and_load(path, rank=rank, allow_pickle=allow_pickle))
         if found is None:
             return None
         located, state, per_rank = found

@@ -25,8 +25,7 @@ from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
-from resiliency.errors import AgentError, DirectoryInUse, ResiliencyError, TierError, Timeout
-from resiliency.interruption import raised_by_a_handler
+from resiliency.errors import AgentError, ConfigError, DirectoryInUse, ResiliencyError, TierError
 from resiliency.plugins import _lightning
 from resiliency.plugins.resume.rank_state import is_step_boundary
 from resiliency.plugins.strategies.base import StrategyAdapter
@@ -35,6 +34,7 @@ from resiliency.spans import traced
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 from resiliency.storage.names import link_symbolically
 from resiliency.storage.stage import Stage
+from resiliency.to_thread import to_thread
 
 if TYPE_CHECKING:
     from resiliency.callbacks._stock import StockModelCheckpoint
@@ -158,30 +158,16 @@ class CheckpointSaver:
             return not self.left_to_stock
         try:
             self.engine = self.session.open(self.places, self._options_with_log()).engine
-        except Exception as error:
-            # Boundary: for example, no thread can be started, or sockets are forbidden, as pytest-socket does.
-            if isinstance(error, Timeout) or raised_by_a_handler(error):
-                raise  # without a missing rank no save can succeed
+        except (AgentError, TierError) as error:  # others: a rank is missing, the settings or the checkpoints are wrong
             _raise_if_no_folder(self.places.dirpath, error)
-            if isinstance(error, DirectoryInUse):
-                to_stock = not self._must_resume
-            elif isinstance(error, TierError):
-                to_stock = False  # the stock class could not write either
-            elif isinstance(error, ResiliencyError) and not isinstance(error, AgentError):
-                raise  # the settings are wrong, or the checkpoints that are there
-            elif self._trainer.world_size == 1 or isinstance(error, AgentError):
-                to_stock = True
-            elif isinstance(error, OSError):
-                to_stock = False
-            else:
-                raise  # the ranks cannot agree any more
-            if to_stock:
+            # Where a tier fails the stock class could not write either.
+            if not isinstance(error, TierError) and not (isinstance(error, DirectoryInUse) and self._must_resume):
                 self._left_to_stock = True
                 logger.warning(
                     "the checkpoint engine cannot be used: %s. Lightning's own code saves the checkpoints of this fit"
                     " (slower, not verified, not used by auto_resume)",
                     error,
-                    exc_info=not isinstance(error, ResiliencyError) or error.__cause__ is not None,
+                    exc_info=error.__cause__ is not None,
                 )
                 return False
             logger.log(
@@ -274,10 +260,8 @@ class CheckpointSaver:
         try:
             self.engine.flush(stage, timeout=left())
             self.session.deliver_outcomes()
-        except (OSError, RuntimeError) as error:
-            # Boundary: torch's store raises these when another rank has exited. Not fatal, because training is over and
-            # the agent finishes sealed saves.
-            if error is self.session.logger_error or raised_by_a_handler(error):
+        except ResiliencyError as error:  # not fatal, because training is over and the agent finishes sealed saves
+            if error is self.session.logger_error:
                 raise
             logger.warning("not every save was %s at the end; the next start finishes them", stage, exc_info=True)
         finally:
@@ -296,9 +280,7 @@ class CheckpointSaver:
             return
         try:
             self._trainer.strategy.barrier("resiliency: every shard is recorded")
-        except RuntimeError as error:
-            if raised_by_a_handler(error):
-                raise
+        except RuntimeError as error:  # of torch
             logger.warning("another rank has ended before its last saves were recorded: %s", error)
 
     def close(self, close_engine: Callable[[Checkpointer], None]) -> None:
@@ -310,16 +292,20 @@ class CheckpointSaver:
             try:
                 if self._trainer.is_global_zero:
                     # Before the engine ends, which gives each name that is no symbolic link a file of its own.
-                    for linkpath, path in self._links.items():
-                        link_symbolically(linkpath, path)
+                    to_thread(self._make_links)
             finally:
                 self.session.release(self, close=close_engine)
-        except (OSError, RuntimeError) as error:  # Boundary: torch's store raises these when another rank has exited.
-            if raised_by_a_handler(error):
-                raise
+        except ResiliencyError:
             logger.warning(
                 "the checkpoint engine did not close cleanly; the agent finishes the saves it has", exc_info=True
             )
+
+    def _make_links(self) -> None:
+        for linkpath, path in self._links.items():
+            try:
+                link_symbolically(linkpath, path)
+            except OSError as error:
+                logger.warning("%s cannot be made a link to %s, and is a file of its own: %s", linkpath, path, error)
 
     # -- names --------------------------------------------------------------------------------------------------------
 
@@ -334,7 +320,8 @@ class CheckpointSaver:
         if known is None:
             found: list[str] = []
             if self._trainer.is_global_zero:
-                found = names_on_disk(self.places.dirpath, self.places.key.run, self._callback.FILE_EXTENSION)
+                ending = self._callback.FILE_EXTENSION
+                found = to_thread(lambda: names_on_disk(self.places.dirpath, self.places.key.run, ending))
             known = set(self._trainer.strategy.broadcast(found))
             self.session.names[self.places.dirpath] = known
         return known
@@ -386,9 +373,7 @@ class CheckpointSaver:
                     ticket.wait(Stage.COMMITTED, timeout=left)
                 else:
                     ticket.wait(Stage.DURABLE, tier=self.places.announced_tier, timeout=left)
-            except (ResiliencyError, OSError, RuntimeError) as error:
-                if raised_by_a_handler(error):
-                    raise
+            except ResiliencyError as error:
                 # Boundary: the user asked for a path and gets it. The warning says why no checkpoint is there.
                 logger.warning("there is no checkpoint at %s yet: %s", path, error)
         for path in read:
@@ -658,19 +643,15 @@ class CheckpointSaver:
                 everywhere=self._everywhere or _lightning.reached_its_end(trainer) or trainer.should_stop,
                 trace=trace,
             )
-        except OSError as error:
-            if raised_by_a_handler(error):
-                raise
+        except ConfigError as error:
+            return self._write_as_stock(state, names, error)
+        except ResiliencyError:
             logger.warning(
                 "no checkpoint at step %d; training goes on, the next save tries again",
                 trainer.global_step,
                 exc_info=True,
             )
             ticket = None
-        except Exception as error:  # Boundary: a state may hold anything, and training outlives a save of it.
-            if raised_by_a_handler(error):
-                raise
-            return self._write_as_stock(state, names, error)
         if ticket is None:
             self._not_saved(names)
             return False

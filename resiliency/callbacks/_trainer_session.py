@@ -28,9 +28,8 @@ from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
-from resiliency.errors import ConfigError
+from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.events import EventSink
-from resiliency.interruption import raised_by_a_handler
 from resiliency.plugins import _lightning
 from resiliency.storage.step_id import StepId
 from resiliency.telemetry.step_events import StepEvents, log_steps
@@ -117,7 +116,7 @@ class TrainerSession:
         """The engine of these places; the first call opens it. Collective: yes.
 
         Raises:
-            TierError, AgentError, OSError: the engine cannot be used; every rank gets one of these errors.
+            TierError, AgentError: the engine cannot be used; every rank gets one of these errors.
         """
         key = places.key
         shared = self.engines.get(key)
@@ -132,11 +131,7 @@ class TrainerSession:
                 sinks=self._sinks(),
             )
             engine.before_step = self._before_step
-            try:
-                engine.open()
-            except BaseException:  # Ctrl-C may come when it is open already, and nobody else would close it
-                engine.close(flush=False, reason="exception")
-                raise
+            engine.open()
             shared = self.engines[key] = SharedEngine(engine, places)
             _live.add(self)
             _close_at_the_end_of_a_spawned_process()
@@ -201,10 +196,7 @@ class TrainerSession:
         for key in list(self.engines):
             try:
                 self._close(key, lambda engine: engine.close(flush=False, reason="exception"))
-            except (OSError, RuntimeError) as error:
-                # Boundary: torch's store raises these when another rank has exited.
-                if raised_by_a_handler(error):
-                    raise
+            except ResiliencyError:
                 logger.warning("the checkpoint engine of %s did not close cleanly", key.directory, exc_info=True)
         self.end()
 

@@ -53,6 +53,7 @@ from resiliency.storage.interval import Interval
 from resiliency.storage.manifest import META_DIR
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers import open_tier, unknown_store
+from resiliency.to_thread import to_thread
 
 if TYPE_CHECKING:
     from resiliency.callbacks._stock import StockModelCheckpoint
@@ -390,7 +391,8 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             key = self._places(dirpath).key
         ours = {path for path in found if not is_stock(path)}
         # "last" means the newest step, whatever its name, so that every rank finds the same step.
-        candidates = {key.newest} if os.path.isdir(key.newest) else newest_file(key, prefer=ours) or ours
+        newest = {key.newest} if os.path.isdir(key.newest) else to_thread(lambda: newest_file(key, prefer=ours))
+        candidates = newest or ours
         trainer_session(trainer).resume.last_candidates |= candidates | {key.newest}
         return (found - ours) | candidates
 

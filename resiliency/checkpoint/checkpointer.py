@@ -47,10 +47,9 @@ from resiliency.checkpoint.snapshot import Snapshot
 from resiliency.checkpoint.step_hook import StepHook
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket, checked_stage
 from resiliency.checkpoint.upload_schedule import RemoteSchedule
-from resiliency.errors import ConfigError
+from resiliency.errors import AgentError, ConfigError, ResiliencyError, TierError
 from resiliency.events import EventKind, EventSink, boot_id
 from resiliency.faultpoints import hit
-from resiliency.interruption import lets_handlers_raise
 from resiliency.runtime.start_times import start_fields
 from resiliency.settings import environment
 from resiliency.spans import traced
@@ -59,6 +58,7 @@ from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.local import on_ramdisk
+from resiliency.to_thread import to_thread
 
 __all__ = ["Checkpointer", "CheckpointerOptions", "Outcome", "Restored", "Ticket", "default_coordinator"]
 
@@ -95,7 +95,8 @@ class Checkpointer:
         sinks: additional places for events; the log below the directory is always written.
 
     Threads: call every method from the training thread. Two background threads: one copies, one receives the agent's
-    messages.
+    messages. What uses files or sockets and may take long (open, load, flush, close) runs on a further one, for which
+    the training thread waits: what a signal's handler raises ends that wait.
     """
 
     def __init__(
@@ -176,8 +177,49 @@ class Checkpointer:
         self._refuse_forked()
         return self._opened if self._opened is not None else self._open()
 
-    @lets_handlers_raise
     def _open(self) -> _Parts:
+        gave_up = threading.Event()
+
+        def start() -> None:
+            self._opened = self._start()
+            if gave_up.is_set():
+                self._abandon()
+
+        try:
+            to_thread(start, interrupted=gave_up.set)
+        except BaseException:  # Ctrl-C may come when it is open already, and nobody else might close it
+            self._abandon()
+            raise
+        assert self._opened is not None
+        return self._opened
+
+    def _abandon(self) -> None:
+        """Ends what is open after all when the start was interrupted. Idempotent. Thread: any."""
+        parts, self._opened = self._opened, None
+        if parts is not None:
+            parts.copier.close()
+            parts.session.abandon()
+
+    def _start(self) -> _Parts:
+        """Opens a session, and starts the threads.
+
+        Raises:
+            ResiliencyError: one of those of :meth:`open`. What the system or torch raises otherwise on this rank alone
+                is a TierError or an AgentError.
+        """
+        try:
+            return self._make_parts()
+        except ResiliencyError:
+            raise
+        except Exception as error:  # Boundary: no thread can be started, sockets are forbidden (pytest-socket), ...
+            what = f"rank {self.rank}: the engine of {self._local.directory} cannot start: {error}"
+            if self.world_size == 1:
+                raise AgentError(what) from error
+            if isinstance(error, OSError):
+                raise TierError(what, retryable=True) from error
+            raise ResiliencyError(f"{what}; the other ranks may have started theirs") from error
+
+    def _make_parts(self) -> _Parts:
         coordinator = self._coordinator or default_coordinator(self.rank, self.world_size)
         began = time.monotonic()
         session = open_session(
@@ -233,12 +275,11 @@ class Checkpointer:
                 boot=boot_id(),
                 **start_fields(),
             )
-        except BaseException:  # no thread can be started, or Ctrl-C: nobody could close what is open
+        except Exception:  # no thread can be started: nobody could close what is open
             if copier is not None:
                 copier.close()
             session.abandon()
             raise
-        self._opened = parts
         return parts
 
     @property
@@ -608,7 +649,6 @@ class Checkpointer:
             in_flight.supersedes.extend(names)  # stored in the manifest, so done even when this process is killed
         parts.session.client.send(Delete(names=names, after=parts.saves.newest))
 
-    @lets_handlers_raise
     def flush(
         self,
         stage: Stage = Stage.DURABLE,
@@ -650,7 +690,8 @@ class Checkpointer:
             return False
 
         def flushed() -> bool:
-            done = client.flush(stage, tier=tier, timeout_s=max(0.0, deadline - time.monotonic()))
+            left = max(0.0, deadline - time.monotonic())
+            done = to_thread(lambda: client.flush(stage, tier=tier, timeout_s=left), patience_s=0.0)
             saves.process_messages()
             return done
 
@@ -669,7 +710,6 @@ class Checkpointer:
                 done = flushed()
         return done
 
-    @lets_handlers_raise
     def _wait(self, ticket: Ticket, stage: Stage, tier: str | None, timeout_s: float) -> None:
         parts = self._opened
         assert parts is not None  # because there is a ticket
@@ -683,7 +723,6 @@ class Checkpointer:
                 return
             parts.saves.wait(left)
 
-    @lets_handlers_raise
     def close(
         self, *, flush: bool = True, timeout: timedelta = timedelta(minutes=10), reason: str = "finished"
     ) -> None:
@@ -716,7 +755,18 @@ class Checkpointer:
                     self.options.drain_timeout,
                 )
         finally:
-            self._end(parts, reason, patient=flush and done, done=done)
+            # It goes on by itself when Ctrl-C comes meanwhile.
+            to_thread(lambda: self._end_cleanly(parts, reason, patient=flush and done, done=done))
+
+    def _end_cleanly(self, parts: _Parts, reason: str, *, patient: bool, done: bool) -> None:
+        try:
+            self._end(parts, reason, patient=patient, done=done)
+        except Exception:  # Boundary: what is saved is safe, and the caller is about to end.
+            logger.warning(
+                "rank %d: the checkpoint engine did not close cleanly; the agent finishes the saves it has",
+                self.rank,
+                exc_info=True,
+            )
 
     def _end(self, parts: _Parts, reason: str, *, patient: bool, done: bool) -> None:
         session = parts.session
@@ -728,11 +778,11 @@ class Checkpointer:
         # Where the agent removes its folder at the end, a script that lists the directory afterwards must find that
         # done.
         others_s = idle_s if session.client.config.only_files else 0.0
-        with ExitStack() as last_first:  # all of it, also when Ctrl-C ends one of these early
+        with ExitStack() as last_first:  # all of it, also when one of these fails
             last_first.callback(session.events.close)
             last_first.callback(parts.saves.summarise)
             last_first.callback(parts.saves.process_messages)
-            last_first.callback(_disconnect, session, idle_s, others_s)
+            last_first.callback(session.client.close, timeout_s=idle_s, others_s=others_s)
             last_first.callback(session.client.send, Bye(finished=reason == "finished"))
             # Where the agent removes its folder at the end, an event that is written for the first time after that
             # would make it anew.
@@ -748,11 +798,7 @@ class Checkpointer:
                 trace.close(timeout_s=left, patience_s=left / 2 if patient else 0.0)
 
     def __enter__(self) -> Checkpointer:
-        try:
-            self.open()
-        except BaseException:  # Ctrl-C may come when it is open already
-            self.close(flush=False, reason="exception")
-            raise
+        self.open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -760,7 +806,6 @@ class Checkpointer:
 
     # -- load -----------------------------------------------------------------------------------------------------
 
-    @lets_handlers_raise
     def load(
         self,
         *,
@@ -806,18 +851,20 @@ class Checkpointer:
         planner = plan_new(keys) if keys is not None else planner
         parts = self._parts()
         self.fence()
-        restored = parts.restorer.load(planner=planner, step=step, allow_pickle=allow_pickle, saved=parts.saves.newest)
+        newest = parts.saves.newest
+        restored = to_thread(
+            lambda: parts.restorer.load(planner=planner, step=step, allow_pickle=allow_pickle, saved=newest)
+        )
         if restored is not None:
             parts.schedule.loaded(restored.id.step)
         return restored
 
-    @lets_handlers_raise
     def steps(self) -> list[tuple[StepId, tuple[str, ...]]]:
         """Steps that could be restored now, newest first, with their names. Collective: yes.
 
         Their digests are not checked here; :meth:`load` does that.
         """
-        return self._parts().restorer.steps()
+        return to_thread(self._parts().restorer.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -833,14 +880,6 @@ class _Parts:
     schedule: RemoteSchedule
     restorer: Restorer
     traces: list[SaveTrace] = dataclasses.field(default_factory=list)  # some of them are still being written
-
-
-def _disconnect(session: Session, timeout_s: float, others_s: float) -> None:
-    try:
-        session.client.close(timeout_s=timeout_s, others_s=others_s)
-    except BaseException:  # Ctrl-C: the next engine of this directory must not wait for this one
-        session.client.close(timeout_s=0.5)
-        raise
 
 
 @dataclass(frozen=True, kw_only=True)

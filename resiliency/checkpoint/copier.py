@@ -6,13 +6,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from resiliency.checkpoint._cuda import DeviceCopies
 from resiliency.checkpoint.snapshot import HELPER_S, Job, Snapshot
 from resiliency.errors import Timeout
 from resiliency.runtime.closing import close_when_left
-from resiliency.runtime.latch import Latch
 from resiliency.spans import traced
 
 __all__ = ["Copier"]
@@ -38,11 +36,11 @@ class Copier:
     """
 
     def __init__(self, *, name: str = "resiliency-copy", threads: int = 1) -> None:
-        self._lock = threading.RLock()  # entered in native code, see resiliency.agent.client
+        self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._current: Snapshot | None = None
         #: Set while there is no current snapshot.
-        self._idle = Latch()
+        self._idle = threading.Event()
         self._idle.set()
         #: The current snapshot, once its file is open and its sources can be read.
         self._ready: Snapshot | None = None
@@ -56,7 +54,7 @@ class Copier:
         try:
             for thread in (self._thread, *self._helpers):
                 thread.start()
-        except BaseException:
+        except RuntimeError:  # the limit of threads is reached
             self.close()
             raise
 
@@ -116,17 +114,15 @@ class Copier:
             device.fence()
             snapshot.decide()
             return time.monotonic() - began
-        snapshot.fence_left.clear()
-        try:
-            self._end(snapshot, began, deadline_s)
-        except Timeout:
-            raise
-        except BaseException as interrupt:
-            # Ctrl-C is raised once nothing reads the tensors, for the caller may go on; a second one at once.
-            self._end(snapshot, began, deadline_s)
-            raise interrupt
-        finally:
-            snapshot.fence_left.set()
+        with snapshot.at_fence:
+            try:
+                self._end(snapshot, began, deadline_s)
+            except Timeout:
+                raise
+            except BaseException as interrupt:
+                # Ctrl-C is raised once nothing reads the tensors, for the caller may go on; a second one at once.
+                self._end(snapshot, began, deadline_s)
+                raise interrupt
         return time.monotonic() - began
 
     def _end(self, snapshot: Snapshot, began: float, deadline_s: float) -> None:
@@ -199,7 +195,7 @@ class Copier:
             current.decide(fenced=True)
         ends = time.monotonic() + _END_S
         for thread in (self._thread, *self._helpers):
-            with suppress(RuntimeError):  # not started, as Ctrl-C came first; if it starts yet, it ends by itself
+            if thread.ident is not None:  # else it could not be started
                 thread.join(timeout=max(0.0, ends - time.monotonic()))
         if any(thread.is_alive() for thread in (self._thread, *self._helpers)):
             logger.warning("the copy thread is still copying after 60 s; it ends with the process")

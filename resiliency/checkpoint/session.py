@@ -248,7 +248,7 @@ def open_session(
     try:
         _connect(session, coordinator, options.agree_timeout)
         return session
-    except BaseException:  # also when a rank is missing, or this one was interrupted
+    except Exception:  # also when a rank is missing
         session.abandon()
         raise
 

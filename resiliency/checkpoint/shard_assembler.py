@@ -14,7 +14,6 @@ import itertools
 import logging
 import math
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -146,13 +145,11 @@ class ShardAssembler:
                 good[number] = _read_and_check(self._readers[index], block, segments)
 
         with ThreadPoolExecutor(max(1, threads - 1), "resiliency-read") as pool:
-            others, handled = [], sys.exc_info()[1]
+            others = []
             try:
                 for _ in range(min(threads, len(jobs)) - 1):
                     others.append(pool.submit(run_jobs))
             except RuntimeError as error:  # a limit of threads: fewer read, this one at least
-                if error.__context__ is not handled:
-                    raise  # Ctrl-C while the pool held a lock of its own
                 logger.debug("%d threads read, not %d: %s", len(others) + 1, threads, error)
             run_jobs()
             for other in others:

@@ -52,8 +52,6 @@ from resiliency.checkpoint.comparison import Comparison
 from resiliency.checkpoint.copy_sources import ChangeWatch, CopyTask, Sources
 from resiliency.errors import Timeout, TornSnapshot
 from resiliency.faultpoints import hit
-from resiliency.interruption import raised_by_a_handler
-from resiliency.runtime.latch import Latch
 from resiliency.spans import Recorder, traced
 from resiliency.storage.blocks import Blocks, new_digest
 
@@ -121,7 +119,7 @@ class Snapshot:
         opened: set when the file is open, or could not be opened.
         copied: set when nothing reads the sources any more, or the copy failed.
         compared: set when the tensors were compared with the copied bytes, or need not be.
-        fence_left: set when the training thread is not waiting at the fence.
+        at_fence: held by the training thread while it waits at the fence.
         done: set when every byte of this rank is in the file and digested, and the training thread has agreed; or when
             the save is given up.
         error: why the copy failed; None: it has not.
@@ -134,11 +132,11 @@ class Snapshot:
     device: DeviceCopies | None = None
     slot: Slot | None = None
     digests: list[str] = field(default_factory=list)
-    opened: Latch = field(default_factory=Latch)
-    copied: Latch = field(default_factory=Latch)
-    compared: Latch = field(default_factory=Latch)
-    fence_left: Latch = field(default_factory=Latch)
-    done: Latch = field(default_factory=Latch)
+    opened: threading.Event = field(default_factory=threading.Event)
+    copied: threading.Event = field(default_factory=threading.Event)
+    compared: threading.Event = field(default_factory=threading.Event)
+    at_fence: threading.Lock = field(default_factory=threading.Lock)
+    done: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     afterwards: Callable[[], None] | None = None
     sources: Sources | None = None
@@ -170,7 +168,6 @@ class Snapshot:
         self._memory = [copy.source.untyped_storage() for copy in self.job.copies if copy.storage >= 0]
         self._blocks_left = self._count = len(self.job.mine)
         self.digests = [""] * self.job.blocks.count
-        self.fence_left.set()
 
     @property
     def failure(self) -> BaseException | None:
@@ -265,7 +262,8 @@ class Snapshot:
     def _write_tail(self) -> BaseException | None:
         # The tail is Python work: without this, the training thread would wait at the fence until it gets the GIL, 1 to
         # 3 ms for 300 tensors.
-        self.fence_left.wait(_LEAVES_S)
+        if self.at_fence.acquire(timeout=_LEAVES_S):
+            self.at_fence.release()
         if self.slot is not None:
             try:
                 self.digests += self.job.tail(self.slot.fd, self.digests)
@@ -358,9 +356,10 @@ class Snapshot:
             # The first block is always copied by stores, to find out whether the pages have become huge.
             stored, faults = self._copy_block(self.job.mine[number], by_writes=not helping and number > 0)
             done = True
-        except BaseException as failure:  # Boundary: the copy thread must go on; the training thread reports the error.
-            if number is None or raised_by_a_handler(failure):
-                raise
+        except Exception as failure:  # Boundary: the copy thread must go on; the training thread reports the error.
+            of_system = isinstance(failure, OSError) and failure.errno is not None
+            if number is None or (threading.current_thread() is threading.main_thread() and not of_system):
+                raise  # a signal's handler has raised it
             logger.exception("copying block %d of a shard file failed", self.job.mine[number])
             error = failure
         finally:
@@ -429,13 +428,8 @@ class Snapshot:
         if not self.job.compare:
             return
         comparison = self._comparison
-        try:
-            while comparison is not None and self.failure is None and comparison.work():
-                continue
-        except Exception as failure:  # Boundary: the copy thread meets it, too, and fails the save.
-            if raised_by_a_handler(failure):
-                raise
-            logger.debug("the training thread cannot compare a copy", exc_info=True)
+        while comparison is not None and self.failure is None and comparison.work():
+            continue
         self.compared.wait(HELPER_S)  # a change after the fence must not count as one during the copy
 
     def _stop_comparison(self) -> None:

@@ -31,7 +31,6 @@ from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.checkpoint.stored_state import rank_state
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError
 from resiliency.inspection import survey
-from resiliency.interruption import lets_handlers_raise
 from resiliency.regular_file import opened
 from resiliency.state.harmless import harmless_classes
 from resiliency.state.tree import keyed_leaves, replace_leaves
@@ -89,7 +88,6 @@ class Located:
         return self.tier.location(self.files[rank])
 
 
-@lets_handlers_raise
 def locate(path: str, *, run: str | None = None) -> Located | None:
     """The step that a path stands for; None when the path is not ours (a stock checkpoint, or no file).
 
@@ -243,7 +241,6 @@ def _records_of(tier: Tier, key: str, identity: Identity) -> dict[int, ShardReco
     return {record.rank: record for record in manifest.shards} if same else {}
 
 
-@lets_handlers_raise
 def load_path(
     located: Located, *, rank: int = 0, allow_pickle: bool = False, keys: Callable[[str], bool] | None = None
 ) -> tuple[Any, Any]:
@@ -279,7 +276,6 @@ def load_path(
         ) from error
 
 
-@lets_handlers_raise
 def locate_and_load(
     path: str, *, run: str | None = None, rank: int = 0, allow_pickle: bool = False
 ) -> tuple[Located, Any, Any] | None:

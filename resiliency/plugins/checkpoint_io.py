@@ -29,7 +29,6 @@ from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.errors import ResiliencyError, UnsupportedFormat
 from resiliency.inspection.by_path import locate_and_load
-from resiliency.interruption import raised_by_a_handler
 from resiliency.plugins._io_engines import EngineUse, FolderEngine
 from resiliency.plugins._lightning import in_a_run, torch_save_is_replaced, weights_only_of
 from resiliency.plugins.namespaces import AdapterClass
@@ -38,6 +37,7 @@ from resiliency.storage.shard_file import Identity
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers._address import local_path
 from resiliency.storage.tiers.local import LocalTier
+from resiliency.to_thread import to_thread
 
 __all__ = ["TieredCheckpointIO", "build"]  # noqa: F822 - TieredCheckpointIO is built on first use
 
@@ -136,10 +136,8 @@ class TieredIO:
         with self._lock:
             try:
                 self._save(directory, name, checkpoint)
-            except Exception as error:  # Boundary: for example, no thread can be started; torch.save does it, or raises
-                if raised_by_a_handler(error):
-                    raise
-                unexpected = not isinstance(error, ResiliencyError)
+            except ResiliencyError as error:  # torch.save does it, or raises
+                unexpected = error.__cause__ is not None
                 logger.warning(
                     "%s is written by torch.save, because the engine cannot: %s", path, error, exc_info=unexpected
                 )
@@ -211,11 +209,9 @@ class TieredIO:
         """
         text = os.fspath(path)
         # A file names its run; a folder may contain several runs.
-        found = locate_and_load(
-            text,
-            run=self._run if os.path.isdir(text) else None,
-            allow_pickle=weights_only_of(self.namespace, weights_only) is False,
-        )
+        run = self._run if os.path.isdir(text) else None
+        allow_pickle = weights_only_of(self.namespace, weights_only) is False
+        found = to_thread(lambda: locate_and_load(text, run=run, allow_pickle=allow_pickle))
         if found is None:
             return _stock_load(self, path, map_location, weights_only)
         loaded: dict[str, Any] = found[1]

@@ -26,7 +26,6 @@ from torch.nn import Parameter
 from torch.storage import TypedStorage, UntypedStorage
 
 from resiliency.errors import ConfigError
-from resiliency.interruption import raised_by_a_handler
 from resiliency.state.describe import MEMO_BYTES, MEMO_FROM, STORAGE_CLASSES, Table, describe_all
 from resiliency.storage.shard_file import LEAF_PREFIX
 
@@ -189,8 +188,8 @@ def dump(tree: Any, *, is_leaf: Callable[[type], bool] | None = None) -> Structu
     except ConfigError:
         raise
     except Exception as error:  # Boundary: __reduce__ of a user's class may raise anything.
-        if raised_by_a_handler(error):
-            raise
+        if _failure(tree, is_leaf) is None:
+            raise  # it can be pickled, so a signal's handler has raised this
         path, culprit, reason = _culprit(tree, is_leaf, error)
         raise ConfigError(
             f"the object at {path or 'the root'} is a {type(culprit).__module__}.{type(culprit).__qualname__}, which"
@@ -259,13 +258,20 @@ def _culprit(tree: Any, is_leaf: Any, error: Exception) -> tuple[str, Any, Excep
         seen.add(id(tree))
         parts = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
         for key, part in parts:
-            try:
-                _dump(part, is_leaf)
-            except Exception as failure:  # Boundary: as in dump.
+            failure = _failure(part, is_leaf)
+            if failure is not None:
                 tree, error = part, failure
                 path.append(str(key))
                 break
     return "/".join(path), tree, error
+
+
+def _failure(tree: Any, is_leaf: Any) -> Exception | None:
+    try:
+        _dump(tree, is_leaf)
+    except Exception as failure:  # Boundary: as in dump.
+        return failure
+    return None
 
 
 class _NeedsMemo(Exception):

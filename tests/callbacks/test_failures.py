@@ -269,7 +269,7 @@ def test_what_a_signals_handler_raises_in_a_wait_ends_the_fit(
     def waits(*arguments: Any, **further: Any) -> Any:
         sent.append(1)
         if len(sent) == at:
-            signal.raise_signal(signal.SIGALRM)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
         return real(*arguments, **further)
 
     class Reader(pl.Callback):
