@@ -154,7 +154,7 @@ class Cluster:
         headers = {"Content-Type": content_type} | ({"Authorization": f"Bearer {token}"} if token else {})
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.server + path, data, headers, method=method)
-        trust = self._anonymous if token else self._administrator
+        trust = self._anonymous if token else self.administrator
         try:
             with urllib.request.urlopen(request, context=trust, timeout=timeout_s) as answer:
                 return json.loads(answer.read())
@@ -187,7 +187,8 @@ class Cluster:
         return ssl.create_default_context(cafile=str(self.ca))
 
     @cached_property
-    def _administrator(self) -> ssl.SSLContext:
+    def administrator(self) -> ssl.SSLContext:
+        """Proves that a request is the administrator's."""
         context = ssl.create_default_context(cafile=str(self.ca))
         context.load_cert_chain(self.folder / "admin.crt", self.folder / "admin.key")
         return context

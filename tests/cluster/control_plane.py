@@ -54,6 +54,14 @@ _AUDIT_POLICY = {
         {"level": "None"},
     ],
 }
+_JOBSET = {
+    "apiVersion": "jobset.x-k8s.io/v1alpha2",
+    "kind": "JobSet",
+    "metadata": {"name": "none"},
+    "spec": {"replicatedJobs": [{"name": "none", "template": {"spec": {"template": {"spec": {
+        "restartPolicy": "Never", "containers": [{"name": "none", "image": "none"}],
+    }}}}}]},
+}  # fmt: skip
 
 
 class ControlPlane(Cluster):
@@ -213,6 +221,9 @@ class ControlPlane(Cluster):
         (self.folder / "jobset.yaml").write_text(json.dumps(configuration))
         self._start("jobset", f"--kubeconfig={self.kubeconfig_of('jobset')}", f"--config={self.folder}/jobset.yaml")
         self._wait("the JobSet controller", f"http://{_HOST}:{health}/readyz")
+        # It is ready some moments before its webhooks are.
+        path = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/default/jobsets?dryRun=All"
+        wait_for("JobSet's webhooks", lambda: self.request("POST", path, _JOBSET), every_s=0.05)
 
     # ---- processes
 
