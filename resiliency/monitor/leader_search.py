@@ -172,6 +172,8 @@ def words_of(problem: BaseException) -> str:
 
     if _stands_by(problem):
         return f"{STANDS_BY} (status {STANDS_BY_STATUS})"
+    if isinstance(problem, aiohttp.ClientConnectorError):  # its own text names an object, and differs each time
+        problem = problem.os_error
     if isinstance(problem, (aiohttp.ClientError, AgentError, ConfigError, OSError, asyncio.TimeoutError, ValueError)):
         return str(problem) or type(problem).__name__
     logger.error("the connection to the supervisor failed in a way that was not foreseen", exc_info=problem)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from resiliency.testing.zygote import Zygote
-from tests.cluster.client import ApiError, wait_for
+from tests.cluster.client import wait_for
 from tests.cluster.rig import Rig
 from tests.cluster.simulated_hosts import SimulatedHosts
 from tests.cluster.supervisors import Identity, SupervisorProcess

@@ -6,15 +6,18 @@ import asyncio
 import json
 import os
 import signal
+import ssl
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from resiliency.errors import ConfigError
 from resiliency.monitor.connection import ConnectionSettings
+from resiliency.monitor.leader_search import words_of
 from resiliency.monitor.outbox import Outbox
 from resiliency.runtime.messages.launcher import Control
 from resiliency.runtime.messages.monitor import (
@@ -30,6 +33,7 @@ from resiliency.runtime.messages.monitor import (
 )
 from resiliency.runtime.messages.observations import Observation, ObservationKind
 from tests.monitor.monitored import Host, on_host, place
+from tests.ports import free_port
 from tests.supervisor.fake_monitors import until
 
 
@@ -428,3 +432,17 @@ def test_a_plan_of_the_same_number_of_another_state_file_is_not_answered_from_me
             assert done.read_text().count("reset") == resets
 
     on_host(tmp_path, scenario)
+
+
+def test_the_same_problem_has_the_same_words_each_time() -> None:
+    port = free_port()
+
+    async def words() -> str:
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(aiohttp.ClientConnectorError) as caught:
+                await session.get(f"https://127.0.0.1:{port}", ssl=ssl.create_default_context())
+        return words_of(caught.value)
+
+    first, second = asyncio.run(words()), asyncio.run(words())
+    assert first == second, "it would be logged at each try"
+    assert str(port) in first
