@@ -393,8 +393,12 @@ class Service:
         if self.settings.enable_fault_injection and now_s >= self._inject_at_s:
             self._inject_at_s = now_s + self.settings.fault_injection_period_s
             self._inject(now_s, wall)
+        nothing_was_adopted = self._offers_held and now_s >= self._adoption.until_s
+        if nothing_was_adopted:
+            for host, heard in self._heard.items():  # once they are told to end those ranks they report them no more
+                self.controller.heard_of_generation(host, *heard.place)
         self.controller.look(now_s, wall, held=lambda name: self._adoption.holds_workload(name, now_s))
-        if self._offers_held and now_s >= self._adoption.until_s:
+        if nothing_was_adopted:
             self._offers_held = False
             self._offer(self._heard)
         if now_s - self._swept_s >= 1.0:
