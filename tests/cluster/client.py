@@ -8,7 +8,7 @@ import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from time import monotonic, sleep
@@ -44,6 +44,8 @@ class Write:
     namespace: str
     name: str
     code: int
+    #: Of the token, "JTI=ID"; "": the user has shown none.
+    credential: str = field(default="", compare=False)
 
 
 def wait_for(what: str, probe: Callable[[], T], *, timeout_s: float = 60, every_s: float = 0.1) -> T:
@@ -211,4 +213,5 @@ def _write(event: Any) -> Write:
     resource = "/".join(filter(None, (target.get("resource", ""), target.get("subresource"))))
     code = event.get("responseStatus", {}).get("code", 0)
     namespace, name = target.get("namespace", ""), target.get("name", "")
-    return Write(event["user"]["username"], event["verb"], resource, namespace, name, code)
+    (credential,) = event["user"].get("extra", {}).get("authentication.kubernetes.io/credential-id", [""])
+    return Write(event["user"]["username"], event["verb"], resource, namespace, name, code, credential)

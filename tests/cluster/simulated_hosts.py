@@ -29,6 +29,7 @@ __all__ = ["SimulatedHost", "SimulatedHosts"]
 
 T = TypeVar("T")
 AUDIENCE = "resiliency-supervisor"
+STEP_S = 0.1
 
 
 class SimulatedHost:
@@ -47,7 +48,7 @@ class SimulatedHost:
         self.term = 0
         self.is_cut = False
         self._training, self._token = training, token
-        self._had, self._number, self._workload = 0, 0, ""
+        self._had = self._number = 0
         settings = ConnectionSettings(urls=tuple(urls), token_file=str(token), ca_file=str(ca))
         hello = Hello(version=PROTOCOL_VERSION, host=self.name, incarnation=uuid.uuid4().hex, address="10.0.0.1")
         self._connection = SupervisorConnection(
@@ -106,7 +107,9 @@ class SimulatedHost:
         if before is not None:
             self._training.leaves(self.name, before.generation, before.node_rank)
         if place is not None:
-            self._had, self._workload = place.generation, place.workload
+            if place.generation == self._had:
+                self._training.problems.append(f"{self.name} is given generation {self._had} again")
+            self._had = place.generation
             self._training.takes(self.name, place.generation, place.node_rank, place.nodes)
         self._connection.say_soon()
 
@@ -115,8 +118,6 @@ class SimulatedHost:
         place = self.place
         if place is None:
             return Report(number=self._number, devices=8)
-        if place.node_rank == 0 and place.master:
-            self._training.makes_step(place.generation)
         beats = self._training.steps_of(place.generation)
         step = self._training.step if beats else -1
         return Report(
@@ -152,10 +153,10 @@ class SimulatedHosts:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="simulated-hosts")
         self._thread.start()
-        self._following = asyncio.run_coroutine_threadsafe(self._follow(), self._loop)
+        for work in self._follow(), self._train():
+            asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        self._following.cancel()
         self._do(self._end_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -200,9 +201,17 @@ class SimulatedHosts:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     async def _end_all(self) -> None:
+        me = asyncio.current_task()
+        await end_tasks([task for task in asyncio.all_tasks() if task is not me])
         await asyncio.gather(*(host.end() for host in self.hosts.values()))
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        await end_tasks(tasks)
+
+    async def _train(self) -> None:
+        """Whoever has the first rank of a generation goes on, heard or not."""
+        while True:
+            for host in self.hosts.values():
+                if host.place is not None and host.place.node_rank == 0 and host.place.master:
+                    self.training.makes_step(host.place.generation)
+            await asyncio.sleep(STEP_S)
 
     # -- pods ---------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from resiliency.testing.zygote import Zygote
-from tests.cluster.client import wait_for
+from tests.cluster.client import Write, wait_for
 from tests.cluster.rig import Rig
 from tests.cluster.simulated_hosts import SimulatedHosts
 from tests.cluster.supervisors import Identity, SupervisorProcess
@@ -114,7 +114,6 @@ class SimulatedJob:
             self.cluster, release.jobs, folder, urls=urls, ca=release.identity.ca, account=name
         )
         self.training = self.simulated.training
-        self._first_write = len(self._all_writes())
 
     def close(self) -> None:
         """Its objects and processes are gone, and all nodes are repaired."""
@@ -152,6 +151,10 @@ class SimulatedJob:
         found: dict[str, Any] = self.status()["workloads"][0]
         return found
 
+    def generation(self) -> int:
+        found: int = self.workload()["generation"]
+        return found
+
     def places(self) -> list[str]:
         """Hosts by node rank."""
         found: list[str] = self.workload()["hosts"]
@@ -165,20 +168,16 @@ class SimulatedJob:
         node: str = self.simulated.ask(lambda: self.simulated.hosts[host].node)
         return node
 
-    def hosts_without_place(self) -> list[str]:
-        return self.simulated.ask(lambda: sorted(n for n, host in self.simulated.hosts.items() if host.place is None))
+    def hosts_with_places(self) -> list[str]:
+        """As they themselves know it."""
+        return self.simulated.ask(lambda: [name for name, host in self.simulated.hosts.items() if host.place])
 
     def highest_terms(self) -> set[int]:
         return self.simulated.ask(lambda: {host.term for host in self.simulated.hosts.values() if not host.is_cut})
 
-    def _all_writes(self) -> list[Any]:
-        user = f"system:serviceaccount:{self.release.system}:supervisor"
-        beside = ("leases", "tokenreviews", "selfsubjectaccessreviews")
-        return [each for each in self.cluster.writes(user) if each.resource not in beside]
-
-    def writes(self) -> list[Any]:
+    def writes(self) -> list[Write]:
         """What its supervisors have asked the API server to change, but for their Lease and reviews of tokens."""
-        return self._all_writes()[self._first_write :]
+        return [write for each in self.supervisors for write in each.writes()]
 
     def taken_out(self) -> set[str]:
         """Nodes that a supervisor has taken out."""

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from resiliency.testing.zygote import WorkerProcess, Zygote
-from tests.cluster.client import Cluster, wait_for
+from tests.cluster.client import Cluster, Write, wait_for
 from tests.ports import free_port
 from tests.processes import wait_stopped
 from tests.supervisor.supervisor_command import MODULE
@@ -24,6 +24,7 @@ from tests.supervisor.supervisor_command import MODULE
 __all__ = ["Identity", "SupervisorProcess"]
 
 _WHERE = {"state: /var/lib/resiliency": "state: {state}", "/etc/resiliency": "{files}"}
+_ASIDE = "leases", "tokenreviews", "selfsubjectaccessreviews"
 
 
 class Identity:
@@ -121,8 +122,14 @@ class SupervisorProcess:
         """Of its leaderships."""
         return [int(term) for term in re.findall(r"leads in term (\d+)", self.log.read_text())]
 
-    def status(self) -> dict[str, Any] | None:
-        """What it answers to ``resiliency supervisor status``; None: it does not lead."""
+    def writes(self) -> list[Write]:
+        """What it has asked the API server to change with its present token, but for its Lease and reviews of tokens."""
+        claims = json.loads(base64.urlsafe_b64decode(self.token.read_text().split(".")[1] + "=="))
+        mine = [each for each in self.identity.cluster.writes() if each.credential == f"JTI={claims['jti']}"]
+        return [each for each in mine if each.resource not in _ASIDE]
+
+    def status(self) -> dict[str, Any]:
+        """What it answers to ``resiliency supervisor status``, if it leads."""
         headers = {"Authorization": f"Bearer {self.identity.operator_token}"}
         request = urllib.request.Request(f"{self.url}/v1/status", headers=headers)
         with urllib.request.urlopen(request, context=self.identity.trust, timeout=5) as answer:
