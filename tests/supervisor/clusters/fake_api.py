@@ -162,7 +162,8 @@ class FakeApi:
         self._before.append((verb, do))
 
     def forget(self) -> None:
-        """What was there before now: watches and pages that would need it cannot go on."""
+        """What was there before now: watches and pages that would need it cannot go on. Something else has changed."""
+        self._version += 1
         self._oldest = self._version
         self._snapshots.clear()
 
@@ -171,8 +172,8 @@ class FakeApi:
         self._to_watches(_line("ERROR", {"kind": "Status", "code": code, "message": "too old resource version"}), None)
 
     def cut_watches(self, *, within_a_line: bool = False) -> None:
-        """Their connections end, perhaps after the first bytes of an event."""
-        self._to_watches(*([b'{"type":"MODIFIED","object":{"metad'] if within_a_line else []), ConnectionError())
+        """Their connections end; or their answers end, as if they were complete, after the first bytes of an event."""
+        self._to_watches(*([b'{"type":"MODIFIED","object":{"metad', None] if within_a_line else [ConnectionError()]))
 
     def end_watches(self) -> None:
         """In good order."""

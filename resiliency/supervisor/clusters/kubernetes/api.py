@@ -261,10 +261,9 @@ class KubernetesApi:
                     if kind != "BOOKMARK":
                         take(item, gone=kind == "DELETED")
                     version = item["metadata"]["resourceVersion"]
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, KeyError) as error:
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
             logger.debug("the watch of %s ended: %s", path, error)
-            return "" if isinstance(error, (ValueError, KeyError)) else version
-        return version
+        return version  # up to the last whole event
 
     def _who(self) -> dict[str, str]:
         try:

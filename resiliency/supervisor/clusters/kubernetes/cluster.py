@@ -169,6 +169,8 @@ class KubernetesCluster:
                 return known  # its pod was not deleted since, as far as is known
             raise ClusterUnavailable(f"no token can be reviewed: {error}") from error
         identity = self._identity(answer)
+        if identity is None:
+            self._reviewed.pop(digest, None)
         if identity is not None and not identity.watches_node:
             self._reviewed = {each: one for each, one in self._reviewed.items() if one.host != identity.host}
             self._reviewed[digest] = identity
