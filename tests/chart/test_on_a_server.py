@@ -118,6 +118,7 @@ def test_the_supervisor_may_do_what_it_does_and_hosts_may_do_nothing(
         ("delete", "pods", jobs),
         ("patch", "jobs.batch", jobs),
         ("watch", "jobsets.jobset.x-k8s.io", jobs),
+        ("create", "leases.coordination.k8s.io", own),
         ("patch", "leases.coordination.k8s.io", own, "supervisor"),
     ]:
         assert may(supervisor, verb, *what), (verb, what)
@@ -134,7 +135,6 @@ def test_the_supervisor_may_do_what_it_does_and_hosts_may_do_nothing(
         ("get", "secrets", own),
         ("get", "secrets", jobs),
         ("patch", "leases.coordination.k8s.io", own, "another"),
-        ("create", "leases.coordination.k8s.io", own),
         ("patch", "leases.coordination.k8s.io", "kube-system", "supervisor"),
     ]:
         assert not may(supervisor, verb, *what), (verb, what)

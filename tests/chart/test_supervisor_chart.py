@@ -201,6 +201,7 @@ def test_rights_are_those_that_are_used(helm4: Helm) -> None:
             ("jobset.x-k8s.io", "jobsets"): "get list watch",
         },
         ("Role", "sup"): {
+            ("coordination.k8s.io", "leases"): "create",
             ("coordination.k8s.io", "leases", "supervisor"): "get patch",
         },
     }

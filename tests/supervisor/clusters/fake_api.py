@@ -22,7 +22,7 @@ from aiohttp import web
 
 from resiliency.supervisor.clusters.kubernetes.api import Access
 
-__all__ = ["Drop", "FakeApi", "Refuse", "Silence"]
+__all__ = ["JOBSET", "NODES", "Drop", "FakeApi", "Fault", "Refuse", "Silence", "merged"]
 
 Object = dict[str, Any]
 
@@ -132,7 +132,7 @@ class FakeApi:
 
     def change(self, path: str, name: str, changes: Object) -> Object:
         """Merges changes into an object, as somebody else would."""
-        return self.put(path, _merged(self.objects[path][name], changes))
+        return self.put(path, merged(self.objects[path][name], changes))
 
     def remove(self, path: str, name: str) -> None:
         self._version += 1
@@ -156,6 +156,7 @@ class FakeApi:
 
     def mend(self) -> None:
         self._faults.clear()
+        self._before.clear()
 
     def meanwhile(self, verb: str, do: Callable[[], None]) -> None:
         """Something happens right before the next request with this verb is handled."""
@@ -257,7 +258,7 @@ class FakeApi:
         version = body.get("metadata", {}).get("resourceVersion")
         if version is not None and version != item["metadata"]["resourceVersion"]:
             return _status(409, "the object has been modified; please apply your changes to the latest version")
-        made = _merged(item, body) if request.method == "PATCH" else body
+        made = merged(item, body) if request.method == "PATCH" else body
         if request.method == "PATCH" and request.content_type != "application/merge-patch+json":
             return _status(415, "the body is no merge patch")
         return web.json_response(item if made == item else self.put(path, made))
@@ -274,7 +275,7 @@ class FakeApi:
         if options.get("gracePeriodSeconds", 30) == 0:
             self.remove(path, item["metadata"]["name"])
             return web.json_response(item)
-        return web.json_response(self.put(path, _merged(item, {"metadata": {"deletionTimestamp": "now"}})))
+        return web.json_response(self.put(path, merged(item, {"metadata": {"deletionTimestamp": "now"}})))
 
     def _review(self, spec: Object) -> Object:
         found = self.reviews.get(spec["token"])
@@ -346,14 +347,14 @@ def _selected(item: Object, selector: str) -> bool:
     return not selector or selector in (item["metadata"].get("labels") or {})
 
 
-def _merged(item: Object, changes: Object) -> Object:
+def merged(item: Object, changes: Object) -> Object:
     """A JSON merge patch (RFC 7396)."""
     made = dict(item)
     for key, value in changes.items():
         if value is None:
             made.pop(key, None)
         elif isinstance(value, dict):
-            made[key] = _merged(made[key] if isinstance(made.get(key), dict) else {}, value)
+            made[key] = merged(made[key] if isinstance(made.get(key), dict) else {}, value)
         else:
             made[key] = value
     return made

@@ -149,7 +149,7 @@ class RealServer:
             {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch", "patch"]},
             {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch", "delete"]},
             {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get", "list", "watch", "patch"]},
-            {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "create", "update"]},
+            {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "create", "patch"]},
             {"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]},
         ]
         role = {"metadata": {"name": rig.name}, "rules": rules}
@@ -197,6 +197,9 @@ class RealServer:
 
     def remove_node(self, name: str) -> None:
         self._cluster.request("DELETE", f"{NODES}/{name}")
+
+    def change(self, path: str, changes: Object) -> None:
+        self._cluster.patch(path, changes)
 
     def add_pod(self, name: str, node: str, *, namespace: str = "", job: str = "job") -> str:
         path = f"/api/v1/namespaces/{namespace or self.jobs}/pods"

@@ -401,7 +401,9 @@ def test_access_that_cannot_work_is_said_at_the_start(tmp_path: Path, monkeypatc
 
 def cluster_of(server: FakeServer) -> KubernetesCluster:
     api = KubernetesApi(server.access)
-    return KubernetesCluster(api, namespace="jobs", audience=AUDIENCE, block_label="block", quarantine_s=1000.0)
+    return KubernetesCluster(
+        api, namespace="jobs", audience=AUDIENCE, lease="supervisor", block_label="block", quarantine_s=1000.0
+    )
 
 
 async def with_cluster(fake: FakeApi, do: Callable[[FakeServer, KubernetesCluster], Awaitable[None]]) -> None:

@@ -24,7 +24,7 @@ _RIGHTS = (
     ("create", "authentication.k8s.io", "tokenreviews", ""),
     *((verb, "", "pods", "workload") for verb in ("list", "watch", "delete")),
     ("patch", "batch", "jobs", "workload"),
-    *((verb, "coordination.k8s.io", "leases", "own") for verb in ("get", "patch")),
+    *((verb, "coordination.k8s.io", "leases", "own") for verb in ("create", "get", "patch")),
 )
 
 
@@ -90,7 +90,7 @@ async def _rights(api: KubernetesApi, namespace: str, lease: str) -> AsyncIterat
     for verb, group, resource, where in _RIGHTS:
         place = {"": "", "workload": namespace, "own": api.access.namespace}[where]
         asked = {"verb": verb, "group": group, "resource": resource, "namespace": place}
-        if resource == "leases":
+        if resource == "leases" and verb != "create":
             asked["name"] = lease
         review = {
             "apiVersion": "authorization.k8s.io/v1",

@@ -37,11 +37,11 @@ class KubernetesLease:
     """See :class:`~resiliency.supervisor.lease.Lease`. Thread: any but the event loop's, which does the talking.
 
     As with the lease in a file no clock of another process is read: what counts is how long the object has stood still
-    on this one's. Every write carries the version that it was decided on, so of two that take it one is refused.
+    on this one's. Every write carries the version that it was decided on, so of two that take it one is refused. One
+    that somebody has deleted may be held until its holder finds out; whoever has known it waits for its duration.
 
     Args:
-        name: of the Lease, in this process's own namespace. The chart makes it; where it is missing it is made here,
-            which needs the right to.
+        name: of the Lease, in this process's own namespace. The chart makes it; one that is missing is made here.
         me: this holder's name, for people: the pod's.
         lease_s: its duration in seconds.
         loop: the event loop that the API is used on.
@@ -65,6 +65,8 @@ class KubernetesLease:
         self._lock = threading.Lock()
         self._seen, self._seen_s = _Found(), float("-inf")
         self._mine = _Found()
+        #: The highest that was seen: terms grow also when the Lease is deleted, and while the clocks of two differ.
+        self._term = 0
         self._until_s = self._failed_s = float("-inf")
 
     @property
@@ -80,14 +82,16 @@ class KubernetesLease:
             seen = self._read()
             now_s = self._clock()
             if seen != self._seen:
-                self._seen, self._seen_s = seen, now_s
-            if seen.holder and now_s - self._seen_s < max(seen.lease_s, self._lease_s):
+                self._sees(seen, now_s)
+            may_be_held = seen.holder or not seen.version
+            if may_be_held and now_s - self._seen_s < max(seen.lease_s, self._lease_s):
                 return None
             # At least the seconds of the wall clock: a Lease that somebody deleted must not begin with terms that hosts
             # have obeyed already.
-            mine = self._write(seen, term=max(seen.term + 1, int(time.time())), holder=self._me)
+            mine = self._write(seen, term=max(self._term + 1, int(time.time())), holder=self._me)
             if mine is None:
                 return None
+            self._sees(mine, now_s)
             self._mine, self._until_s = mine, now_s + self._lease_s
             return mine.term
 
@@ -128,6 +132,10 @@ class KubernetesLease:
             except ResiliencyError as error:
                 logger.info("the lease is not given back, and runs out in %.1f s: %s", self._lease_s, error)
 
+    def _sees(self, found: _Found, now_s: float) -> None:
+        self._seen, self._seen_s = found, now_s
+        self._term = max(self._term, found.term)
+
     # -- the object ---------------------------------------------------------------------------------------------------
 
     def _read(self) -> _Found:
@@ -158,13 +166,14 @@ class KubernetesLease:
         """The server's answer; None when there is no such object, or it has changed meanwhile."""
         kind = "application/merge-patch+json" if verb == "PATCH" else "application/json"
         try:
-            return self._on_loop(self._api.request(verb, path, body, kind=kind, give_up_s=max(1.0, self._lease_s / 2)))
+            return self._on_loop(self._api.request(verb, path, body, kind=kind, give_up_s=self._lease_s / 2))
         except ApiUnavailable as error:
             raise StateUnavailable(str(error)) from error
         except ApiError as error:
             if error.status in (404, 409):
                 return None
-            raise StateUnavailable(f"{error}; the supervisor's Role must allow it") from error
+            advice = "; the supervisor's Role must allow it" if error.status == 403 else ""
+            raise StateUnavailable(f"{error}{advice}") from error
 
     def _on_loop(self, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
         try:
