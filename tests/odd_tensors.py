@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from resiliency.testing.zygote import Zygote
-from tests.older_torch import NOT_STORED
 
 #: A process that hangs ends after this time.
 _LIMIT_S = 60
@@ -112,7 +111,7 @@ def _of_dtypes(names: list[str]) -> dict[str, Callable[[], Any]]:
 
 #: What torch.save writes and torch.load reads.
 KEPT: dict[str, Callable[[], Any]] = {
-    **_of_dtypes([name for name in DTYPES if f"torch.{name}" not in NOT_STORED]),
+    **_of_dtypes(DTYPES),
     "qint8": lambda: torch.quantize_per_tensor(torch.linspace(-3, 3, 24), 0.1, 3, torch.qint8),
     "quint8": lambda: torch.quantize_per_tensor(torch.linspace(-3, 3, 24), 0.1, 3, torch.quint8),
     "qint32": lambda: torch.quantize_per_tensor(torch.linspace(-3, 3, 24), 0.1, 3, torch.qint32),
@@ -144,7 +143,7 @@ KEPT: dict[str, Callable[[], Any]] = {
 
 #: What torch.save refuses, or writes so that torch.load refuses it.
 REFUSED: dict[str, Callable[[], Any]] = {
-    **_of_dtypes([*SUB_BYTE, *(name.removeprefix("torch.") for name in NOT_STORED)]),
+    **_of_dtypes(SUB_BYTE),
     "fake": fake,
     "hostile": lambda: Hostile(torch.arange(300.0)),
     "functional": lambda: torch._to_functional_tensor(torch.ones(4)),  # type: ignore[attr-defined]

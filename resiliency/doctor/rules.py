@@ -94,11 +94,11 @@ def _torch(host: HostFacts) -> HostFinding:
     found = host.packages.get("torch")
     if found is None:
         return HostFinding(
-            check="torch", verdict=Verdict.BROKEN, found="not installed", remedy="install torch 2.4 or newer, then this"
+            check="torch", verdict=Verdict.BROKEN, found="not installed", remedy="install torch 2.6 or newer, then this"
         )
-    if _number(found) < (2, 4):
+    if _number(found) < (2, 6):
         return HostFinding(
-            check="torch", verdict=Verdict.BROKEN, found=found, remedy="this library needs torch 2.4 or newer"
+            check="torch", verdict=Verdict.BROKEN, found=found, remedy="this library needs torch 2.6 or newer"
         )
     return HostFinding(check="torch", verdict=Verdict.OK, found=found)
 
@@ -125,8 +125,8 @@ def _lightning(host: HostFacts) -> Iterator[HostFinding]:
 
 def _lightning_version(name: str, version: str) -> HostFinding:
     number = _number(version)
-    if number < (2, 2):
-        return HostFinding(check=name, verdict=Verdict.BROKEN, found=version, remedy="this library needs 2.2 or newer")
+    if number < (2, 4):
+        return HostFinding(check=name, verdict=Verdict.BROKEN, found=version, remedy="this library needs 2.4 or newer")
     if number in ((2, 6, 2), (2, 6, 3)):
         return HostFinding(
             check=name,

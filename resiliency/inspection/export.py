@@ -11,7 +11,6 @@ import errno
 import json
 import os
 import pickle
-import re
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +41,6 @@ __all__ = ["Exported", "Format", "export", "format_of"]
 
 Format = Literal["ckpt", "safetensors"]
 
-_REFUSED = re.compile(r"Unsupported global: GLOBAL (\S+) was")
 _SUFFIXES: Mapping[str, Format] = {".ckpt": "ckpt", ".pt": "ckpt", ".pth": "ckpt", ".safetensors": "safetensors"}
 
 
@@ -176,10 +174,7 @@ def _write_ckpt(located: Located, allow_pickle: bool, temp: str) -> set[str]:
     try:
         torch.load(temp, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # Boundary: unpickling runs the code of any class that users allowed.
-        find = getattr(torch.serialization, "get_unsafe_globals_in_checkpoint", None)
-        # Before torch 2.6 only its message says it, of the first one.
-        found = find(temp) if find is not None else _REFUSED.findall(str(error))
-        return set(found) or {type(error).__name__}
+        return set(torch.serialization.get_unsafe_globals_in_checkpoint(temp)) or {type(error).__name__}
     return set()
 
 

@@ -151,7 +151,7 @@ def _restore_modes(torch: Any, before: _TorchState) -> None:
         torch._C._push_on_torch_function_stack(mode)
     if before.device is not None:
         torch._GLOBAL_DEVICE_CONTEXT.device_context = before.device
-    else:  # torch 2.4 takes it for a context whenever it is there
+    else:
         vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)
     devices: Any = sys.modules.get("torch.utils._device")
     if devices is not None:

@@ -492,7 +492,7 @@ class StandbyAgent(LocalElasticAgent):
         if "timeout" in _TORCHS_SHUTDOWN:
             super()._shutdown(death_sig, timeout=timeout)
         else:
-            # Torch 2.4 to 2.6 at least: what ends the processes is told the time, and the rendezvous is closed unless a
+            # Torch 2.6 at least: what ends the processes is told the time, and the rendezvous is closed unless a
             # restart follows, though that is for torchrun to do: a host that was left out waits for its next place.
             if self._pcontext:
                 self._pcontext.close(death_sig, timeout)

@@ -152,10 +152,7 @@ def _validation_follows(trainer: Any) -> bool:
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         return True  # it may follow: Lightning looks at the clock a moment later
     check = trainer.fit_loop.epoch_loop._should_check_val_fx
-    try:
-        return bool(check(trainer.fit_loop._data_fetcher))
-    except TypeError:
-        return bool(check())  # before 2.3 it took no argument
+    return bool(check(trainer.fit_loop._data_fetcher))
 
 
 def save_is_wrapped(trainer: Any) -> bool:
@@ -399,11 +396,10 @@ _FABRICS = ("lightning.fabric.", "lightning_fabric.", "lightning.pytorch.", "pyt
 
 def weights_only_of(namespace: str, given: bool | None) -> bool | None:
     """The ``weights_only`` that a load uses. It is ``given``, except that None means False, which trusts all files,
-    with Lightning before 2.6, which lacks the argument, and with torch before 2.6, to which newer Lightning leaves
-    it."""
+    with Lightning before 2.6, which lacks the argument."""
     stock = importlib.import_module(f"{namespace}.plugins.io").TorchCheckpointIO
     knows = "weights_only" in inspect.signature(stock.load_checkpoint).parameters
-    if given is None and (not knows or torch.__version__ < "2.6"):
+    if given is None and not knows:
         return False
     return given
 

@@ -23,18 +23,8 @@ _WAIT = timedelta(hours=1)
 
 
 def own_connection(store: Any) -> Any:
-    """Returns a connection to the server of a torch store that nobody else waits on; the store itself if it has no
-    server.
-
-    Before torch 2.5 the keys of this connection are not below the store's prefix, so all ranks must call this function.
-    """
-    if hasattr(store, "clone"):
-        return store.clone()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    if not hasattr(store, "host"):
-        return store
-    return type(store)(store.host, store.port, is_master=False, wait_for_workers=False, timeout=store.timeout)
+    """Returns a connection to the server of a torch store that nobody else waits on, for the same keys."""
+    return store.clone()
 
 
 class Board:
@@ -79,7 +69,7 @@ class Board:
             self._told(notice)
 
     def announce(self, notice: Notice) -> None:
-        """Tells all other ranks. Blocks: for one answer of the store, or before torch 2.1 for one answer per rank.
+        """Tells all other ranks. Blocks: for one answer of the store, or one per rank where it cannot set several keys.
 
         Raises:
             RuntimeError: the store does not answer.

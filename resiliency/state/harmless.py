@@ -1,11 +1,7 @@
-"""Value classes of the standard library and numpy that torch's restricted unpickler is allowed to make as well.
-
-Newer torch allows some of them by itself: what was written with it is read with torch 2.4, too.
-"""
+"""Value classes of the standard library and numpy that torch's restricted unpickler is allowed to make as well."""
 
 from __future__ import annotations
 
-import _codecs
 import datetime
 import decimal
 import fractions
@@ -33,33 +29,13 @@ def harmless_classes() -> Iterator[None]:
     has one list for the whole process, and the first thread to leave would remove entries that another one still needs.
     Blocks: until no other thread is inside.
     """
-    with _one_at_a_time, _allowed():
-        yield
+    with _one_at_a_time:
+        known = torch.serialization.get_safe_globals()  # what the user has allowed must stay allowed afterwards
+        with torch.serialization.safe_globals([item for item in _harmless() if item not in known]):
+            yield
 
 
 _one_at_a_time = threading.RLock()
-
-
-@contextmanager
-def _allowed() -> Iterator[None]:
-    # classes that the user has allowed must stay allowed afterwards
-    known = torch.serialization.get_safe_globals()
-    added = [item for item in _harmless() if item not in known]
-    safe_globals = getattr(torch.serialization, "safe_globals", _safe_globals_of_torch_2_4)
-    with safe_globals(added):
-        yield
-
-
-@contextmanager
-def _safe_globals_of_torch_2_4(added: list[Any]) -> Iterator[None]:
-    torch.serialization.add_safe_globals(added)
-    try:
-        yield
-    finally:
-        allowed = torch.serialization.get_safe_globals()  # there it is the list itself
-        for item in added:
-            if item in allowed:  # nobody has cleared it
-                allowed.remove(item)
 
 
 def _harmless() -> list[Any]:
@@ -89,8 +65,6 @@ def _harmless_with(numpy_is_there: bool) -> list[Any]:
         str,
         bytes,  # an empty one is pickled as a call of its class
     ]
-    if torch.__version__ < "2.6":  # later ones allow these by themselves
-        found += [_codecs.encode, bytearray, complex, set]  # bytes are pickled as a call of the first
     found += [pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath]
     if numpy_is_there:
         import numpy

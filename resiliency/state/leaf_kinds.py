@@ -10,7 +10,6 @@ planner decides which rank writes which box, and what is read into which box.
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -167,11 +166,7 @@ class _Distributed:
 
 
 def _chunks(leaf: Any) -> Any:
-    if hasattr(leaf, "__create_chunk_list__"):
-        return leaf.__create_chunk_list__()
-    # In torch 2.4 only its planner knows them.
-    helpers = importlib.import_module("torch.distributed.checkpoint.planner_helpers")
-    return [helpers._create_chunk_from_dtensor(leaf)]
+    return leaf.__create_chunk_list__()
 
 
 def _detached(leaf: Any, key: str) -> Any:

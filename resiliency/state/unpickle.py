@@ -70,11 +70,6 @@ def unpickle(
         if filled:
             _torch_utils._validate_loaded_sparse_tensors()
         return tree, uses
-    except RuntimeError as error:
-        # So torch 2.4 refuses, as later ones do with the other error.
-        if torch.__version__ >= "2.5" or type(error) is not RuntimeError or allow_pickle:
-            raise
-        raise pickle.UnpicklingError(str(error)) from error
     finally:
         # Those without values are not for the next torch.load to validate.
         _torch_utils._sparse_tensors_to_validate.clear()

@@ -20,7 +20,6 @@ from resiliency.runtime.exit_codes import PREEMPTED
 from resiliency.testing.zygote import WorkerProcess, Zygote
 from tests.callbacks.harness import names
 from tests.callbacks.preempted_job import AT
-from tests.older_torch import load_values
 from tests.ports import free_port
 
 SOON_S = 40.0
@@ -135,7 +134,7 @@ def undisturbed(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 def saved_step(job: Job) -> tuple[int, Any]:
     assert (job.directory / "preempted.ckpt").exists(), job.logs()
-    state = load_values(job.directory / "preempted.ckpt")
+    state = torch.load(job.directory / "preempted.ckpt", weights_only=True)
     return state["global_step"], state
 
 

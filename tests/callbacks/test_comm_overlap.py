@@ -12,12 +12,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from resiliency.callbacks import _ddp_overlap, _fsdp2_overlap, comm_overlap
 from resiliency.errors import ConfigError
 from resiliency.testing.zygote import Zygote
 from tests.callbacks.harness import NAMESPACES, loader, make_net
-from tests.older_torch import TORCH
 from tests.ports import free_port
 
 MIB = 1024 * 1024
@@ -88,7 +88,7 @@ def test_ddp_refuses_a_strategy_that_was_given_another_value(zygote: Zygote, tmp
         assert answer["error"].startswith("ConfigError: the strategy has bucket_cap_mb=9")
 
 
-@pytest.mark.skipif(TORCH < (2, 7), reason="FSDP2 of this torch needs a GPU (seen in 2.4 and 2.6)")
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="FSDP2 of torch 2.6 needs a GPU")
 def test_fsdp2_gathers_as_many_layers_ahead_as_it_was_told(zygote: Zygote, tmp_path: Path) -> None:
     plain = run(zygote, tmp_path, strategy="fsdp2", callback=None)[0]
     assert plain["error"] == "" and plain["seen"] == {"forward": [[]] * 6, "backward": [[]] * 6}

@@ -34,7 +34,6 @@ from tests.callbacks.harness import (
     rank_state,
     stock,
 )
-from tests.older_torch import load_values
 from tests.ports import free_port
 
 PL = "lightning.pytorch"
@@ -126,7 +125,7 @@ def test_saves_hold_plain_data_only(tmp_path: Path) -> None:
         file = io.BytesIO()
         torch.save(state, file)
         file.seek(0)
-        assert differences(state, load_values(file)) == []
+        assert differences(state, torch.load(file, weights_only=True)) == []
 
 
 @pytest.mark.parametrize(("sanity", "steps"), [(0, range(1, 8)), (2, (2, 5, 7))])

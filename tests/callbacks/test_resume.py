@@ -29,7 +29,6 @@ from tests.callbacks.harness import (
     stock,
     weights,
 )
-from tests.older_torch import TORCH, allowed
 
 PL = "lightning.pytorch"
 EVERY: dict[str, Any] = {"every_n_train_steps": 4, "save_top_k": -1, "filename": "{step}", "save_last": True}
@@ -266,9 +265,8 @@ def test_hyper_parameters_of_user_classes_are_refused_with_the_instruction_as_by
         fit(PL, tmp_path, ours(PL, tmp_path, auto_resume=True, **EVERY), max_steps=5, net=net, **arguments)
         return int(net.ran)
 
-    strict = {} if TORCH >= (2, 6) else {"weights_only": True}  # where nothing is said, an older one trusts
     with pytest.raises(pickle.UnpicklingError, match="add_safe_globals"):
-        resume(**strict)
+        resume()
     assert resume(weights_only=False) == 1
 
 
@@ -276,7 +274,7 @@ def test_hyper_parameters_of_user_classes_that_were_allowed_resume(tmp_path: Pat
     hparams = {"settings": Settings(3)}
     fit(PL, tmp_path, ours(PL, tmp_path, **EVERY), max_steps=4, net=make_net(PL, hparams=hparams, dropout=0.3))
     net = make_net(PL, hparams=hparams)
-    with allowed(Settings):
+    with torch.serialization.safe_globals([Settings]):
         fit(PL, tmp_path, ours(PL, tmp_path, auto_resume=True, **EVERY), max_steps=5, net=net)
     assert net.ran == 1
 

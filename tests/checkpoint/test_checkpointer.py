@@ -51,7 +51,6 @@ from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import QUICK, RUN, differences, make_checkpointer, make_state, run_ranks, step_dirs
 from tests.embedded import host_agent
-from tests.older_torch import NOT_STORED
 
 SOON = timedelta(seconds=20)
 
@@ -319,7 +318,6 @@ def test_everything_that_was_saved_comes_back(checkpointer: Checkpointer) -> Non
         "dtypes": {
             str(d): torch.zeros(700).to(d)
             for d in (torch.float8_e4m3fn, torch.float16, torch.uint16, torch.complex128, torch.bool)
-            if str(d) not in NOT_STORED
         },
     }
     save(

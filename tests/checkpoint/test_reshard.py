@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.tensor as dtensor
 
 from resiliency.checkpoint import shard_plan
 from resiliency.checkpoint.checkpointer import Restored
@@ -24,7 +25,6 @@ from resiliency.checkpoint.write_plan import WriteChunk, WritePlan
 from resiliency.state.tree import dtype_from_name
 from resiliency.storage.shard_file import Chunk
 from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state, run_ranks
-from tests.older_torch import placements
 from tests.ports import free_port
 
 SOON = timedelta(seconds=30)
@@ -167,7 +167,7 @@ def _dtensors(placement: Any) -> dict[str, Any]:
 
     mesh = init_device_mesh("cpu", (2,))
     return {
-        key: tensor.clone() if key == "plain" else placements().distribute_tensor(tensor.clone(), mesh, [placement])
+        key: tensor.clone() if key == "plain" else dtensor.distribute_tensor(tensor.clone(), mesh, [placement])
         for key, tensor in WHOLE.items()
     }
 
@@ -175,7 +175,7 @@ def _dtensors(placement: Any) -> dict[str, Any]:
 def _save_sharded(rank: int, directory: str) -> None:
     with make_checkpointer_of(directory) as checkpointer:
         for step in (1, 2):
-            state = _dtensors(placements().Shard(0))
+            state = _dtensors(dtensor.Shard(0))
             if step == 2:
                 state["even"].to_local().add_(1000)
             ticket = checkpointer.save(step, {"m": state}, per_rank={"rank": rank})
@@ -184,10 +184,8 @@ def _save_sharded(rank: int, directory: str) -> None:
 
 
 def _load_elsewhere(rank: int, directory: str) -> None:
-    made = placements()
-
     with make_checkpointer_of(directory) as checkpointer:
-        for placement in (made.Shard(0), made.Shard(1), made.Replicate()):
+        for placement in (dtensor.Shard(0), dtensor.Shard(1), dtensor.Replicate()):
             state = _dtensors(placement)
             for key, tensor in state.items():
                 (tensor if key == "plain" else tensor.to_local()).fill_(-1)
@@ -203,7 +201,7 @@ def _save_dcp_plan(rank: int, directory: str) -> None:
     from torch.distributed.checkpoint import DefaultSavePlanner
     from torch.distributed.checkpoint.planner import WriteItemType
 
-    state = {"m": _dtensors(placements().Shard(0)), "note": {"a": [1, 2]}}
+    state = {"m": _dtensors(dtensor.Shard(0)), "note": {"a": [1, 2]}}
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     planner.set_up_planner(state, is_coordinator=rank == 0)
     local: list[Any] = [None, None]
@@ -239,7 +237,7 @@ def _load_dcp_plan(rank: int, directory: str) -> None:
         TensorStorageMetadata,
     )
 
-    state = {"m": _dtensors(placements().Shard(1))}
+    state = {"m": _dtensors(dtensor.Shard(1))}
     for key, tensor in state["m"].items():
         (tensor if key == "plain" else tensor.to_local()).fill_(-1)
 
@@ -272,7 +270,7 @@ def _load_dcp_plan(rank: int, directory: str) -> None:
 
 def _save_replicated(rank: int, directory: str) -> None:
     with make_checkpointer_of(directory) as checkpointer:
-        ticket = checkpointer.save(1, {"m": _dtensors(placements().Replicate())})
+        ticket = checkpointer.save(1, {"m": _dtensors(dtensor.Replicate())})
         assert ticket is not None
         ticket.wait(timeout=SOON)
 
@@ -299,7 +297,7 @@ def _found(held: dict[str, Any]) -> list[torch.Tensor]:
 def _save_and_load_hidden(rank: int, directory: str) -> None:
     from resiliency.errors import ConfigError
 
-    shard = placements().Shard(0)
+    shard = dtensor.Shard(0)
     tensor, sharded = torch.arange(3000.0), _dtensors(shard)
     state = {"m": sharded, "held": {**_hidden(tensor), "object": _Holder(tensor)}}
     with make_checkpointer_of(directory) as checkpointer:
@@ -320,7 +318,7 @@ def _save_and_load_hidden(rank: int, directory: str) -> None:
 
 
 def _save_tied_load_untied(rank: int, directory: str) -> None:
-    shard = placements().Shard(0)
+    shard = dtensor.Shard(0)
     state = _dtensors(shard)
     state["tied"], state["tied plain"] = state["even"], [state["plain"]] * 2
     with make_checkpointer_of(directory) as checkpointer:
@@ -344,7 +342,7 @@ def _save_tied_load_untied(rank: int, directory: str) -> None:
 def _save_different(rank: int, directory: str) -> None:
     from resiliency.errors import ConfigError
 
-    state = _dtensors(placements().Shard(0))
+    state = _dtensors(dtensor.Shard(0))
     state["plain"] = torch.zeros(3000 + rank)
     with make_checkpointer_of(directory) as checkpointer:
         with pytest.raises(ConfigError, match="m/plain"):

@@ -34,7 +34,6 @@ from resiliency.testing.checkpoints import (
     step_dir,
     step_dirs,
 )
-from tests.older_torch import allowed
 from tests.storage.joining import unjoined
 
 
@@ -354,7 +353,7 @@ def test_objects_of_own_classes_are_refused_with_what_to_do(tmp_path: Path) -> N
     with pytest.raises(pickle.UnpicklingError, match="add_safe_globals"):
         load_path(located)
     assert isinstance(load_path(located, allow_pickle=True)[0]["own"], Own)
-    with allowed(Own):
+    with torch.serialization.safe_globals([Own]):
         assert isinstance(load_path(located)[0]["own"], Own)
 
 

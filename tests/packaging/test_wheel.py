@@ -49,8 +49,8 @@ def test_base_requirements_are_few_and_loose(wheel: Path) -> None:
     assert names == ["fsspec", "psutil", "rich", "safetensors", "torch", "typer", "xxhash"]
     for text in base:
         assert re.fullmatch(r"[a-z]+>=[0-9.]+", text), f"{text!r}: one lower bound and nothing else"
-    assert "torch>=2.4" in base
-    extras = {"lightning", "gcs", "gcp", "goodput", "k8s", "nemo", "nvrx", "supervisor", "tensorboard", "dev"}
+    assert "torch>=2.6" in base
+    extras = {"lightning", "gcs", "gcp", "goodput", "nvrx", "supervisor", "tensorboard", "dev"}
     assert set(fields.get_all("Provides-Extra")) == extras
     assert (archive.read(metadata.replace("METADATA", "entry_points.txt")).decode().split()) == [
         "[console_scripts]",
@@ -105,9 +105,9 @@ def test_an_install_changes_no_version_that_is_there(wheel: Path, tmp_path: Path
     index = tmp_path / "index"
     index.mkdir()
     there = {
-        "torch": "2.4.0",
-        "lightning": "2.2.0",
-        "pytorch-lightning": "2.2.0",
+        "torch": "2.6.0",
+        "lightning": "2.4.0",
+        "pytorch-lightning": "2.4.0",
         "numpy": "1.26.0",
         "fsspec": "2023.5.0",
     }

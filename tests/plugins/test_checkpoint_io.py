@@ -36,7 +36,6 @@ from resiliency.storage.manifest import META_DIR
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import flip_bits
-from tests.older_torch import TORCH
 
 NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]
 EMBEDDED = CheckpointerOptions(agent="embedded")
@@ -244,7 +243,7 @@ def test_hyper_parameters_of_own_classes_are_unpickled_only_when_allowed(namespa
     default = inspect.signature(
         importlib.import_module(f"{namespace}.plugins.io").TorchCheckpointIO.load_checkpoint
     ).parameters.get("weights_only")
-    for safe in (True, None) if default is not None and TORCH >= (2, 6) else (True,):
+    for safe in (True, None) if default is not None else (True,):
         with pytest.raises(pickle.UnpicklingError, match="add_safe_globals"):
             plugin.load_checkpoint(path, weights_only=safe)  # nothing is unpickled
     trainer = make_trainer(namespace, tmp_path, plugin, steps=3)
@@ -253,18 +252,6 @@ def test_hyper_parameters_of_own_classes_are_unpickled_only_when_allowed(namespa
     )  # Lightning >= 2.6
     trainer.fit(make_model(namespace, **own), Batches(), ckpt_path=str(path), **trusting)
     assert trainer.global_step == 3
-
-
-def test_before_torch_2_6_files_are_trusted_as_the_stock_class_trusts_them(
-    namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Lightning says nothing to torch when the user says nothing."""
-    monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.5.1"))
-    trainer = make_trainer(namespace, tmp_path, None, steps=3)
-    _lightning.patch_load_checkpoint(trainer, lambda path, weights_only: {"weights_only": weights_only})
-    for given, meant in ((None, False), (True, True), (False, False)):
-        assert _lightning.weights_only_of(namespace, given) is meant
-        assert trainer.strategy.load_checkpoint("x.ckpt", weights_only=given) == {"weights_only": meant}
 
 
 @pytest.mark.parametrize("way", ["plugin", "callback"])

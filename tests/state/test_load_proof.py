@@ -16,7 +16,6 @@ from resiliency.state import load_proof
 from resiliency.state.load_proof import LoadProof
 from resiliency.state.structure import dump
 from resiliency.testing.checkpoints import make_checkpointer, make_state
-from tests.older_torch import allowed
 
 SOON = timedelta(seconds=20)
 
@@ -30,7 +29,7 @@ class Own:
 
 @pytest.fixture
 def allowed_own() -> Iterator[None]:
-    with allowed(Own):
+    with torch.serialization.safe_globals([Own]):
         yield
 
 

@@ -33,7 +33,6 @@ from resiliency.state.structure import dump, without_refused
 from resiliency.state.unpickle import unpickle
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import bytes_of, make_checkpointer
-from tests.older_torch import NOT_STORED, allowed, load_values
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch says of sparse and quantized tensors that they are in beta
 
@@ -236,7 +235,7 @@ DTYPES = [
     getattr(torch, name) for name in (
         "float32 float64 float16 bfloat16 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool complex64 complex128"
         " complex32 float8_e4m3fn float8_e5m2 float4_e2m1fn_x2"
-    ).split() if hasattr(torch, name) and f"torch.{name}" not in NOT_STORED
+    ).split() if hasattr(torch, name)
 ]  # fmt: skip
 
 
@@ -509,7 +508,7 @@ def test_user_classes_are_refused_with_torchs_advice_and_loaded_when_allowed(tri
     with pytest.raises(pickle.UnpicklingError, match="add_safe_globals") as ours:
         trip.checkpointer.load()
     assert "Plain" in str(stock.value) and "Plain" in str(ours.value)
-    with allowed(Plain):
+    with torch.serialization.safe_globals([Plain]):
         assert torch.equal(torch.load(path, weights_only=True)["x"].value, torch.ones(3))
         restored = trip.checkpointer.load()
     assert restored is not None and torch.equal(restored.state["x"].value, torch.ones(3))
@@ -525,17 +524,13 @@ def test_plain_trees_need_no_permission(trip: Round) -> None:
         "size": torch.Size([2]),
         "strided": torch.ones(4, 4)[:, ::2],
         "float8": torch.ones(3).to(torch.float8_e5m2),
-        **{
-            name: torch.ones(3, dtype=getattr(torch, name))
-            for name in ("uint8", "uint16")
-            if f"torch.{name}" not in NOT_STORED
-        },
+        **{name: torch.ones(3, dtype=getattr(torch, name)) for name in ("uint8", "uint16")},
     }
     expected = through_torch(tree)
     path = trip.save(tree)
     restored = trip.checkpointer.load()
     assert restored is not None
-    assert alike(expected, load_values(path)) == [] and alike(expected, restored.state) == []
+    assert alike(expected, torch.load(path, weights_only=True)) == [] and alike(expected, restored.state) == []
 
 
 def test_a_load_leaves_nothing_for_torchs_next_check_of_sparse_tensors(trip: Round) -> None:

@@ -26,8 +26,6 @@ import pytest
 import torch
 import xxhash
 
-from tests.older_torch import load_values
-
 SAMPLE = Path(os.environ.get("FORMAT_SAMPLE", Path(__file__).parent / "samples" / "format-4"))
 FOLDER = re.compile(r"(\d{10,})-a(\d{4,})-([0-9a-f]{6})-(\d{2,})(?:-l(\d{4,}))?")
 STEPS = [("pretrain", 10), ("pretrain", 20), ("sharded", 10)]
@@ -320,7 +318,7 @@ def test_the_shards_of_a_sharded_step_hold_what_was_saved() -> None:
 @pytest.mark.parametrize(("run", "step"), STEPS)
 def test_each_shard_has_what_its_rank_has_for_itself(run: str, step: int) -> None:
     for rank, shard in enumerate(shards_of(run, step)):
-        own = load_values(io.BytesIO(shard.entries["resiliency/rank.pt"]))
+        own = torch.load(io.BytesIO(shard.entries["resiliency/rank.pt"]), weights_only=True)
         assert own["seed"] == 100 * step + rank and own["generator"].tolist() == [rank, step]
 
 
@@ -329,7 +327,7 @@ def test_each_shard_has_what_its_rank_has_for_itself(run: str, step: int) -> Non
 def test_a_name_is_the_first_shard_and_a_stock_checkpoint(name: str, step: int, mmap: bool) -> None:
     folder = folder_of("pretrain", step)
     assert (SAMPLE / name).read_bytes() == (folder / "shard-00000.shard").read_bytes()
-    check_tree(load_values(SAMPLE / name, mmap=mmap), step)
+    check_tree(torch.load(SAMPLE / name, mmap=mmap, weights_only=True), step)
 
 
 def test_the_name_of_a_sharded_step_is_a_folder_with_its_shards_and_manifest() -> None:
@@ -384,9 +382,9 @@ def test_a_step_of_the_ranks_of_one_host_is_a_single_file_that_holds_their_shard
         assert digest == xxhash.xxh3_64_hexdigest(other[start:end])
     for rank, one in enumerate((shard, read_shard(other))):
         assert one.identity["rank"] == rank
-        state = load_values(io.BytesIO(one.entries["resiliency/rank.pt"]))
+        state = torch.load(io.BytesIO(one.entries["resiliency/rank.pt"]), weights_only=True)
         assert state["seed"] == 1000 + rank
-    check_tree(load_values(SAMPLE / "together=10.ckpt"), 10)
+    check_tree(torch.load(SAMPLE / "together=10.ckpt", weights_only=True), 10)
     assert not (SAMPLE / ".resiliency" / "together").exists()
 
 

@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
 
 from resiliency.plugins.resume.rank_state import RankState, is_step_boundary
-from tests.older_torch import load_values
 
 FEATURES = 4
 
@@ -362,13 +361,13 @@ def saver_class(namespace: str) -> type:
 
         def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
             if self.active and not pl_module.case.late:
-                state = load_values(f"{trainer.ckpt_path}.rank{trainer.global_rank}")
+                state = torch.load(f"{trainer.ckpt_path}.rank{trainer.global_rank}", weights_only=True)
                 self.rank_state.patch_loaded_checkpoint(checkpoint, state)
                 self.rank_state.load(state)
 
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             if self.active and pl_module.case.late and trainer.ckpt_path:
-                self.rank_state.load(load_values(f"{trainer.ckpt_path}.rank{trainer.global_rank}"))
+                self.rank_state.load(torch.load(f"{trainer.ckpt_path}.rank{trainer.global_rank}", weights_only=True))
 
         def save(self, trainer: Any, hook: str) -> None:
             self.counts[hook] = number = self.counts.get(hook, 0) + 1

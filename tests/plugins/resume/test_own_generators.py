@@ -15,7 +15,6 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, default_collate
 
 from resiliency.plugins.resume.own_generators import own_generators, set_states, states_of
-from tests.older_torch import load_values
 from tests.plugins.resume.resume_cases import (
     FEATURES,
     Augmented,
@@ -390,7 +389,7 @@ def test_states_of_the_version_before(name: str, place: tuple[str, int], tmp_pat
     case = Case(loaders=OLDER[name])
     whole = run(case, tmp_path, save=lambda hook, number: (hook, number) == place, max_epochs=2)
     (save,) = whole.saves
-    state = load_values(f"{save.path}.rank0") | {"version": 2}
+    state = torch.load(f"{save.path}.rank0", weights_only=True) | {"version": 2}
     for entry in state["loaders"]:
         for part in filter(None, (entry, *map(entry.get, ("before", "opened", "begun")))):
             states = part["generators"].values()
@@ -466,6 +465,6 @@ def test_states_are_plain_and_restore(kind: str, tmp_path: Path) -> None:
     drawn = [drawer.below(1 << 30) for _ in range(5)]
     assert states_of(data) != states
     torch.save(states, tmp_path / "states")
-    set_states(data, load_values(tmp_path / "states"))
+    set_states(data, torch.load(tmp_path / "states", weights_only=True))
     assert states_of(data) == states
     assert [drawer.below(1 << 30) for _ in range(5)] == drawn

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from resiliency.plugins.resume.loader_recorder import attach_recorder, detach_recorder
 from resiliency.plugins.resume.rank_state import RankState, is_step_boundary
-from tests.older_torch import load_values
 from tests.plugins.resume.resume_cases import (
     FEATURES,
     Case,
@@ -299,7 +298,7 @@ def test_changed_loaders_are_warned_about(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_another_world_size_is_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save = run(CASES["random sampler"], tmp_path, save=everything, max_epochs=1).saves[2]
-    state = load_values(f"{save.path}.rank0") | {"world_size": 4}
+    state = torch.load(f"{save.path}.rank0", weights_only=True) | {"world_size": 4}
     torch.save(state, f"{save.path}.rank0")
     run(CASES["random sampler"], tmp_path, ckpt=save.path, max_epochs=1)
     assert "saved by 4 ranks, resumed by 1" in caplog.text
