@@ -56,7 +56,7 @@ ReferenceOption = Annotated[
         "--reference-step-time",
         min=0.0,
         max=1e9,  # also refuses inf, which JSON cannot hold
-        help="Seconds a step should take: all time beyond it is slowdown. Also used for the older library's figure.",
+        help="Seconds a step should take: all time beyond it is slowdown.",
     ),
 ]
 CapacityOption = Annotated[int | None, typer.Option("--capacity", min=1, help="Ranks that the whole job should have.")]
@@ -228,7 +228,7 @@ def _names(paths: Sequence[Path]) -> str:
     return names + (f" and {len(paths) - 5} others" if len(paths) > 5 else "")
 
 
-def _summaries(reader: LogReader, ledgers: list[Ledger], reference: float | None) -> list[dict[str, Any]]:
+def _summaries(reader: LogReader, ledgers: list[Ledger]) -> list[dict[str, Any]]:
     from resiliency.goodput.summary import summarize
     from resiliency.telemetry.plain_text import plain
 
@@ -246,7 +246,6 @@ def _summaries(reader: LogReader, ledgers: list[Ledger], reference: float | None
     return [
         summarize(
             ledger,
-            reference_step_s=reference,
             torn_lines=reader.torn_lines if number == 0 else 0,
             foreign_lines=reader.foreign_lines if number == 0 else 0,
             notes=notes if number == 0 else (),
@@ -282,7 +281,7 @@ def report(
     ledgers = _or_fail(_ledgers, reader, run, end, capacity, gpus_per_rank, windows, reference_step_time)
     if _leave_nothing(windows, ledgers, end):
         _fail(_NOTHING_LEFT)
-    summaries = _summaries(reader, ledgers, reference_step_time)
+    summaries = _summaries(reader, ledgers)
     if html is not None:
         _write_page(html, list(zip(summaries, ledgers, strict=True)))
     with _Gauges(prometheus, tensorboard) as gauges:
@@ -382,7 +381,7 @@ def compare(
                 f"{path} holds several runs ({', '.join(ledger.run for ledger in ledgers)}); choose with --run-a or"
                 " --run-b"
             )
-        both += _summaries(reader, ledgers, reference_step_time)
+        both += _summaries(reader, ledgers)
     if as_json:
         typer.echo(_json({"runs": both}))
         return
@@ -453,7 +452,7 @@ def watch(
                 if ledgers and _leave_nothing(windows, ledgers):
                     live.update("waiting: --since and --exclude leave nothing of the run so far", refresh=True)
                 elif ledgers:
-                    summaries = _summaries(reader, ledgers, reference_step_time)
+                    summaries = _summaries(reader, ledgers)
                     live.update(Group(*(render(summary) for summary in summaries)), refresh=True)
                     gauges.write(summaries)
             looked += 1

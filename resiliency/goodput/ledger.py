@@ -309,7 +309,7 @@ def _notes(
     if not is_whole:
         notes.append(
             "A part of the run's time is left out. Buckets, attempts, incidents and spans are of what is left;"
-            " stragglers, ranks, checkpoints and the older library's figure are of the whole run."
+            " stragglers, ranks and checkpoints are of the whole run."
         )
     if coarse and timings:
         notes.append(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import resources
-from math import isfinite
 from typing import Any
 
 from resiliency.goodput.advice import Advice, advise
@@ -13,7 +12,6 @@ from resiliency.goodput.incidents import incidents
 from resiliency.goodput.lanes import us
 from resiliency.goodput.ledger import Ledger
 from resiliency.goodput.named_spans import span_rows
-from resiliency.goodput.older import older_figure
 from resiliency.goodput.over_time import over_time
 from resiliency.goodput.split import deviation, merged_typical
 from resiliency.goodput.start_parts import StartPart, part_label
@@ -46,7 +44,6 @@ def schema() -> str:
 def summarize(
     ledger: Ledger,
     *,
-    reference_step_s: float | None = None,
     torn_lines: int = 0,
     foreign_lines: int = 0,
     notes: Sequence[str] = (),
@@ -55,12 +52,10 @@ def summarize(
 
     Args:
         ledger: the account.
-        reference_step_s: seconds a step should take, for the older library's figure; None: measured.
         torn_lines: lines of the logs that were not JSON.
         foreign_lines: lines that were JSON but not events.
         notes: further sentences about the logs for the reader of the report.
     """
-    older = older_figure(ledger, reference_step_s)
     quality = {name: count for name, count in sorted(ledger.facts.quality.items()) if count}
     for name, count in (("torn_lines", torn_lines), ("foreign_lines", foreign_lines)):
         if count:
@@ -128,13 +123,6 @@ def summarize(
         "stragglers": _stragglers(ledger),
         "ranks": _ranks(ledger),
         "checkpoints": _checkpoints(ledger),
-        "older": {
-            "share": older.share if older.share is None or isfinite(older.share) else None,
-            "steps_kept": older.steps_kept,
-            "reference_step_s": older.reference_step_s,
-            "runtime_s": older.runtime_s,
-            "reasons": list(older.reasons),
-        },
         "clock_offsets_s": dict(ledger.offsets),
         "quality": quality,
         "notes": [*ledger.notes, *notes],

@@ -135,17 +135,6 @@ def _lines(summary: dict[str, Any]) -> Text:
             if times["deviation_s"]:
                 text.append(f", deviation {precise(times['deviation_s'])}")
         text.append("\n")
-    older = summary["older"]
-    if older["share"] is None:
-        text.append(f"Older library's figure: none, {'; '.join(older['reasons'])}\n", style="dim")
-    else:
-        text.append(f"Older library's figure: {figure(older['share'])}", style="default")
-        text.append(
-            f" ({older['steps_kept']:,} steps kept x {older['reference_step_s']:.4g} s /"
-            f" {duration(older['runtime_s'])}): ",
-            style="dim",
-        )
-        text.append("; ".join(older["reasons"]) + "\n", style="dim")
     return text
 
 

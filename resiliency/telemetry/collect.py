@@ -554,8 +554,6 @@ def _checkpoint(
             if step > tier.last_step:
                 tier.last_step = step
             run.saved(time, step)
-            if run.max_saved_step is None or step > run.max_saved_step:
-                run.max_saved_step = step
     elif kind == EventKind.CHECKPOINT_LOADED:
         tier.loaded[emitter if len(tier.loaded) < 4096 else ""] += 1
         seconds = _seconds(record.get("duration_s"))
@@ -565,7 +563,6 @@ def _checkpoint(
         if step is not None:
             if len(run.loads) < 4096:
                 run.loads.append((time, step))
-            run.min_loaded_step = step if run.min_loaded_step is None else min(run.min_loaded_step, step)
     elif kind == EventKind.CHECKPOINT_DURABLE:
         tier.durable[emitter if len(tier.durable) < 4096 else ""] += 1
         seconds = _seconds(record.get("duration_s"))

@@ -73,8 +73,6 @@ class RunFacts:
     #: Times of the first ``user_scheduled`` and the last ``user_terminated``.
     scheduled: float | None = None
     terminated: float | None = None
-    min_loaded_step: int | None = None
-    max_saved_step: int | None = None
     events: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     quality: Counter[str] = field(default_factory=Counter)

@@ -6,7 +6,6 @@ import io
 import json
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ import resiliency.goodput.incidents
 from resiliency.events import Event, EventKind
 from resiliency.goodput.incidents import incidents
 from resiliency.goodput.ledger import Ledger, account
-from resiliency.goodput.older import older_figure
 from resiliency.goodput.summary import summarize
 from resiliency.goodput.table import largest_causes, print_report
 from resiliency.goodput.taxonomy import BUCKETS, Bucket
@@ -24,7 +22,7 @@ from resiliency.telemetry.collect import Collector
 from resiliency.telemetry.reader import LogReader
 
 from .scripted import START, STEP_S, Job, assert_matches
-from .test_ledger_truth import SCRIPTS, crash
+from .test_ledger_truth import crash
 
 
 def read(*files: Path) -> LogReader:
@@ -691,20 +689,6 @@ def test_of_too_many_stalls_the_costliest_are_kept(monkeypatch: pytest.MonkeyPat
     job.finish()
     took = [re.search(r"A step took (\d+) s", one.what) for one in incidents(job.ledger())]
     assert [round(float(one[1]), -1) for one in took if one] == [60, 90]
-
-
-@pytest.mark.parametrize("reference", [None, 1.5, 2.5])
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-def test_the_reasons_for_the_older_figure_add_up_to_the_difference(
-    script: Callable[[], Job], reference: float | None
-) -> None:
-    ledger = script().ledger()
-    older = older_figure(ledger, reference)
-    if older.share is None or older.reasons[-1] == "both agree":
-        return
-    found = [re.search(r"\(([+-][\d.]+) points\)$", reason) for reason in older.reasons]
-    points = [float(match[1]) for match in found if match]
-    assert sum(points) == pytest.approx((older.share - ledger.goodput) * 100, abs=0.05 * (len(points) + 1))
 
 
 def test_another_fit_in_the_same_script_loses_nothing() -> None:

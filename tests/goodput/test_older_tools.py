@@ -14,12 +14,6 @@ import pytest
 
 from resiliency.goodput import calculator, tracker
 from resiliency.goodput.calculator import GoodputCalculator
-from resiliency.goodput.ledger import account
-from resiliency.goodput.older import older_figure
-from resiliency.telemetry.reader import read_logs
-
-from .scripted import Job
-from .test_ledger_truth import crash
 
 ROOT = Path(__file__).parents[2]
 
@@ -172,35 +166,6 @@ def test_without_the_cloud_library_the_tracker_falls_back_to_the_file(
     logger.close()
     assert (tmp_path / "training-job-goodput.log").exists()
     assert "goodput events go to" in caplog.text
-
-
-# ---- the older figure beside ours
-
-
-def test_the_report_shows_the_older_figure_and_why_it_differs(tmp_path: Path) -> None:
-    job = crash()
-    job.write(tmp_path)
-    ledger = account(read_logs([tmp_path]).collector.runs["job"])
-    figure = older_figure(ledger)
-    # Loaded 100, saved 100: by its formula nothing was achieved at all.
-    assert figure.share == 0
-    assert any("counts from the first load, step 100" in reason for reason in figure.reasons)
-    assert any("80 steps after the last save" in reason for reason in figure.reasons)
-
-
-def test_the_older_figure_agrees_on_a_plain_run() -> None:
-    job = Job()
-    job.start(startup=1, restore=1, load=0)
-    job.steps(1000)
-    job.save()
-    job.finish()
-    ledger = job.ledger()
-    figure = older_figure(ledger)
-    assert figure.share == pytest.approx(ledger.goodput, abs=0.001)
-    assert figure.reasons == ("both agree",)
-    half = older_figure(ledger, 1.0)
-    assert half.share == pytest.approx(ledger.goodput / 2, abs=0.001)
-    assert any("1 s a step, the log shows 2 s" in reason for reason in half.reasons)
 
 
 @pytest.mark.parametrize("name", ["calculator", "tracker"])

@@ -99,7 +99,7 @@ def test_a_line_holds_one_event_with_spaces_around_it_or_a_mark_before_it() -> N
 def test_a_save_that_is_read_late_does_not_take_the_newest_ones_place() -> None:
     saved = [line(EventKind.CHECKPOINT_SAVED, number, step=number, tier="local") for number in (5, 9, 7)]
     _, run = read(*saved)
-    assert run.max_saved_step == run.tiers["local"].last_step == 9
+    assert run.tiers["local"].last_step == 9
 
 
 def test_a_save_that_began_tells_the_host_of_its_rank_and_nothing_of_a_tier() -> None:
