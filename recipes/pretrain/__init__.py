@@ -1,1 +1,1 @@
-"""A whole training script: every flag of the guide, on plain Lightning."""
+"""A whole training script: every flag of an older library's recipes, on plain Lightning."""

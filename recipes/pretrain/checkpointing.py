@@ -142,7 +142,7 @@ def _tiers(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_checkpoint_io(args: argparse.Namespace) -> Any:
-    """The plugin for ``--enable-dist-ckpt``, chosen as the guide chooses it; None without that flag."""
+    """The plugin for ``--enable-dist-ckpt``, chosen as in the older library; None without that flag."""
     if not args.enable_dist_ckpt:
         return None
     local = args.local_ckpt_dir is not None or args.enable_in_cluster_local_ckpt

@@ -1,4 +1,4 @@
-"""The flags of the training script: those of the guide, and the aliases that its recipes use."""
+"""The flags of the training script: those of an older library, and the aliases that its recipes use."""
 
 from __future__ import annotations
 

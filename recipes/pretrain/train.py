@@ -1,4 +1,4 @@
-"""Trains a GPT with plain Lightning and every callback of the library; the flags are those of the guide.
+"""Trains a GPT with plain Lightning and every callback of the library; the flags are those of an older library.
 
 ``python -m recipes.pretrain.train --model 36M --max-steps 200 --ckpt-dir run --checkpoint-interval 20``; start it again
 after any crash, and it continues. ``resiliency run --nproc-per-node 8 -m recipes.pretrain.train --num-gpus 8 ...`` for

@@ -1,4 +1,4 @@
-"""Tells which checkpoint names the engine can write, which are taken, and which belong to stock Lightning."""
+"""Tells which checkpoint names the engine can write, and which are taken."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import os
 import posixpath
 
 from resiliency.errors import TierError
-from resiliency.regular_file import NotAFile, open_own
 from resiliency.storage.catalog import scan
-from resiliency.storage.format_version import READ_VERSIONS
-from resiliency.storage.manifest import META_DIR, shard_file
+from resiliency.storage.manifest import META_DIR
 from resiliency.storage.retention import live_names
-from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.storage.tiers import open_tier
 
-__all__ = ["engine_name", "is_stock", "names_on_disk"]
+__all__ = ["engine_name", "names_on_disk"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,18 +67,3 @@ def names_on_disk(dirpath: str, run: str, ending: str) -> list[str]:
             there = [path for name in (*files, *folders) if os.path.exists(path := os.path.join(folder, name))]
             names |= {os.path.relpath(path, dirpath) for path in there}
     return sorted(name for name in names if name.endswith(ending))
-
-
-def is_stock(path: str) -> bool:
-    """True when ``path`` is a local file or folder that the engine did not write. False for addresses."""
-    if "://" in path or not os.path.exists(path):
-        return False
-    if os.path.isdir(path):
-        return META_DIR not in path and not any(
-            os.path.exists(os.path.join(path, shard_file(0, version))) for version in READ_VERSIONS
-        )
-    try:
-        with os.fdopen(open_own(path), "rb") as file:
-            return read_identity(file.read(IDENTITY_BYTES), where=path) is None
-    except NotAFile:
-        return True

@@ -15,7 +15,7 @@ from resiliency.storage.manifest import META_DIR, STEPS_DIR
 
 __all__ = ["IN_CLUSTER", "CheckpointPlaces", "EngineKey", "choose_places"]
 
-#: The local tier's folder in the guide: a ramdisk that is mounted into the container on every host.
+#: The local tier's folder in the older library: a ramdisk that is mounted into the container on every host.
 IN_CLUSTER = "/local"
 
 

@@ -10,7 +10,6 @@ from operator import itemgetter
 from typing import Any, Literal, Protocol
 
 from resiliency.callbacks._earlier import Found, continues_writer, is_restart, look, newest_step, step_of
-from resiliency.callbacks._names import is_stock
 from resiliency.callbacks._places import CheckpointPlaces, EngineKey
 from resiliency.callbacks._shared_engine import SharedEngine
 from resiliency.errors import ConfigError, NoCheckpointFound, TierError
@@ -20,6 +19,7 @@ from resiliency.plugins.resume.rank_state import RankState
 from resiliency.settings import environment
 from resiliency.storage.manifest import META_DIR, STEPS_DIR
 from resiliency.storage.step_id import StepId
+from resiliency.storage.stock import is_stock
 from resiliency.to_thread import to_thread
 
 __all__ = ["EngineUser", "Process", "Resume"]

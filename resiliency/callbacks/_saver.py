@@ -16,8 +16,7 @@ from weakref import proxy
 
 from torch import Tensor
 
-from resiliency.callbacks._guide_effects import without_optimizer
-from resiliency.callbacks._names import engine_name, is_stock, names_on_disk
+from resiliency.callbacks._names import engine_name, names_on_disk
 from resiliency.callbacks._places import CheckpointPlaces
 from resiliency.callbacks._stock_writer import StockWriter
 from resiliency.callbacks._trainer_session import TrainerSession
@@ -25,6 +24,7 @@ from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
+from resiliency.compat.model_checkpoint import without_optimizer
 from resiliency.errors import AgentError, ConfigError, DirectoryInUse, ResiliencyError, TierError
 from resiliency.plugins import _lightning
 from resiliency.plugins.resume.rank_state import is_step_boundary
@@ -34,6 +34,7 @@ from resiliency.spans import traced
 from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 from resiliency.storage.names import link_symbolically
 from resiliency.storage.stage import Stage
+from resiliency.storage.stock import is_stock
 from resiliency.to_thread import to_thread
 
 if TYPE_CHECKING:

@@ -21,25 +21,23 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from resiliency.callbacks import _guide_effects
 from resiliency.callbacks._arguments import check_own, refuse_unknown
 from resiliency.callbacks._committed_paths import CommittedPaths
 from resiliency.callbacks._earlier import newest_file
-from resiliency.callbacks._guide_arguments import GuideArguments, either_spelling
-from resiliency.callbacks._names import is_stock
 from resiliency.callbacks._places import CheckpointPlaces, choose_places
 from resiliency.callbacks._resume import Process
 from resiliency.callbacks._saver import CheckpointSaver
 from resiliency.callbacks._step_hooks import StepHooks
 from resiliency.callbacks._trainer_session import load_in_session, sessions_using, trainer_session
-from resiliency.callbacks._unfinished import UnfinishedMarkers
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions, RemoteTierOptions
+from resiliency.compat import model_checkpoint as compat
+from resiliency.compat.markers import UnfinishedMarkers
+from resiliency.compat.model_checkpoint import OlderArguments
 from resiliency.errors import TierError
 from resiliency.plugins import _lightning
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
@@ -52,6 +50,7 @@ from resiliency.settings import environment
 from resiliency.storage.interval import Interval
 from resiliency.storage.manifest import META_DIR
 from resiliency.storage.stage import Stage
+from resiliency.storage.stock import is_stock
 from resiliency.storage.tiers import open_tier, unknown_store
 from resiliency.to_thread import to_thread
 
@@ -172,8 +171,9 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         priority: int | None = None,
         **kwargs: Any,
     ) -> None:
-        guide = GuideArguments(
-            save_optim_on_train_end=either_spelling(save_optim_on_train_end, save_optim_on_train_ends),
+        older = OlderArguments(
+            save_optim_on_train_end=save_optim_on_train_end,
+            save_optim_on_train_ends=save_optim_on_train_ends,
             always_save_context=always_save_context,
             save_context_on_train_end=save_context_on_train_end,
             preprocess_files=preprocess_files,
@@ -181,7 +181,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             is_persistent_storage=is_persistent_storage,
             enable_high_scale_ckpt=enable_high_scale_ckpt,
             delete_unfinished_ckpt_on_start=delete_unfinished_ckpt_on_start,
-            priority=0 if priority is None else priority,
+            priority=priority,
         )
         check_own(
             lazy=lazy,
@@ -195,8 +195,8 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             flush_timeout=flush_timeout,
         )
         refuse_unknown(kwargs, super().__init__, EngineModelCheckpoint.__init__)
-        vars(self).update(asdict(guide))
-        self._guide = guide
+        vars(self).update(older.attributes())
+        self._older = older
         self._lazy = lazy
         self._auto_resume = auto_resume
         self._exact_resume = exact_resume
@@ -239,7 +239,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         super().setup(trainer, pl_module, stage)
         _lightning.find_last_again(trainer)
         if stage == "fit" and not trainer.fast_dev_run:
-            _guide_effects.fit_begins(self, trainer)
+            compat.fit_begins(self, trainer)
         other = _lightning.other_writer(trainer)
         if other:
             if stage == "fit" and self._is_new_fit(trainer):
@@ -375,8 +375,8 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             run=self._run_name,
             weights_only=self.save_weights_only,
             only_files=only_files,
-            in_cluster=self._guide.wants_local_tier,
-            durable=not self._guide.is_local_tier,
+            in_cluster=self._older.wants_local_tier,
+            durable=not self._older.is_local_tier,
         )
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
@@ -404,11 +404,11 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
 
     def _should_skip_saving_checkpoint(self, trainer: Any) -> bool:
         skips: bool = super()._should_skip_saving_checkpoint(trainer)
-        return skips or _guide_effects.leaves_step_to_another(self, trainer)
+        return skips or compat.leaves_step_to_another(self, trainer)
 
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
         self._save_file(trainer, filepath)
-        _guide_effects.checkpoint_saved(self, trainer, filepath)
+        compat.checkpoint_saved(self, trainer, filepath)
 
     def _save_file(self, trainer: Any, filepath: str) -> None:
         saver = self._saver_of(filepath)
@@ -476,7 +476,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         return previous != current and not saver.is_protected(previous)
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
-        _guide_effects.checkpoint_removed(self, trainer, str(filepath))
+        compat.checkpoint_removed(self, trainer, str(filepath))
         # A file that the stock class wrote is removed at once only when its replacement is such a file, too.
         saver = self._saver_of(str(filepath)) or self._saver_of(self._last_checkpoint_saved)
         if saver is None or (is_stock(str(filepath)) and is_stock(self._last_checkpoint_saved)):
@@ -613,10 +613,10 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
             # Before strategies tear down the model. teardown() waits for the slower tiers.
             self._saver.settle(Stage.COMMITTED, self._flush_timeout)
             self._saver.wait_for_all_ranks()
-        _guide_effects.training_ended(self, trainer)
+        compat.training_ended(self, trainer)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        _guide_effects.warn_of_missing_optimizer(checkpoint, trainer)
+        compat.warn_of_missing_optimizer(checkpoint, trainer)
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

@@ -483,7 +483,7 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 @app.command(context_settings=_PASS_ON)
 def calculator(context: typer.Context) -> None:
     """The older library's calculator: --job-name --log-file --export --reference-step-time ..."""
-    from resiliency.goodput.calculator import main
+    from resiliency.compat.goodput_calculator import main
 
     raise typer.Exit(main(context.args))
 
@@ -491,6 +491,6 @@ def calculator(context: typer.Context) -> None:
 @app.command(context_settings=_PASS_ON)
 def tracker(context: typer.Context) -> None:
     """The older library's tracker: --event-type {user_scheduled,user_terminated}."""
-    from resiliency.goodput.tracker import main
+    from resiliency.compat.goodput_tracker import main
 
     raise typer.Exit(main(context.args))

@@ -1,4 +1,4 @@
-"""The older library's module path of its goodput tools; the tools themselves are in :mod:`resiliency.goodput`."""
+"""The older library's module path of its goodput tools; the tools are in :mod:`resiliency.compat`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""``python -m resiliency.goodput_measure.calculator``: see :mod:`resiliency.goodput.calculator`."""
+"""``python -m resiliency.goodput_measure.calculator``: see :mod:`resiliency.compat.goodput_calculator`."""
 
 from __future__ import annotations
 
 import sys
 
-from resiliency.goodput.calculator import GoodputCalculator, get_parser, main
+from resiliency.compat.goodput_calculator import GoodputCalculator, get_parser, main
 
 __all__ = ["GoodputCalculator", "get_parser", "main"]
 

@@ -1,10 +1,10 @@
-"""``python -m resiliency.goodput_measure.tracker``: see :mod:`resiliency.goodput.tracker`."""
+"""``python -m resiliency.goodput_measure.tracker``: see :mod:`resiliency.compat.goodput_tracker`."""
 
 from __future__ import annotations
 
 import sys
 
-from resiliency.goodput.tracker import GoodputLogger, get_parser, main
+from resiliency.compat.goodput_tracker import GoodputLogger, get_parser, main
 
 __all__ = ["GoodputLogger", "get_parser", "main"]
 

@@ -1,7 +1,7 @@
 """Reads ``supervisor.yaml`` and checks it key by key. Needs pydantic and pyyaml (extra ``supervisor``).
 
-Nothing in the file is ignored. An unknown key is refused with the most similar known one. Names of the guide
-(``num_dp_replicas``, ``heartbeat_timeout_s``, ...) have the meaning that the guide gives them, and those that cannot
+Nothing in the file is ignored. An unknown key is refused with the most similar known one. Names of an older library
+(``num_dp_replicas``, ``heartbeat_timeout_s``, ...) have the meaning that it gives them, and those that cannot
 mean anything here are refused with the reason.
 """
 
@@ -34,7 +34,7 @@ __all__ = [
     "split_address",
 ]
 
-#: The guide's name of a workload's setting -> ours. Some are computed together, see :func:`_replicas`.
+#: An older library's name of a workload's setting -> ours. Some are computed together, see :func:`_replicas`.
 _WORKLOAD_NAMES = {
     "workers_per_host": "ranks_per_host",
     "num_nodes_per_dp": "hosts_per_replica",
@@ -51,7 +51,7 @@ _NO_KUBERNETES = (
     "is about Kubernetes, and means nothing here (the namespace does with `cluster: kubernetes`); leave it out"
 )
 _NO_PARTS = "is the address of a part that is no process of its own here: monitors connect to `listen`; leave it out"
-#: Names of the guide and its chart that cannot mean anything here, and why.
+#: Names of an older library and its chart that cannot mean anything here, and why.
 _MEANINGLESS = {
     "job_namespace": _NO_KUBERNETES,
     "workload_namespace": _NO_KUBERNETES,
@@ -334,7 +334,7 @@ def _settings(data: dict[Any, Any], folder: str, changes: dict[str, Any]) -> Sup
 
 
 def _with_kubernetes_names(data: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The same settings; on Kubernetes the guide's names of a namespace are that of the workloads."""
+    """The same settings; on Kubernetes the older library's names of a namespace are that of the workloads."""
     top = dict(data)
     own = top.get("kubernetes", {})
     if top.get("cluster") != "kubernetes":
@@ -392,7 +392,7 @@ def _ours(data: Mapping[Any, Any], where: str) -> dict[str, Any]:
 
 
 def _replicas(values: dict[str, Any], where: str) -> dict[str, Any]:
-    """Sets ``replicas`` to the guide's maximum: a job of ``num_dp_replicas`` that may grow is one that was shrunk."""
+    """Sets ``replicas`` to the maximum: a job of ``num_dp_replicas`` that may grow is one that was shrunk."""
     usual, most = values.pop("num_dp_replicas", None), values.pop("max_num_dp_replicas", None)
     scaling = values.pop("enable_workload_scaling", None)
     if usual is not None and "replicas" in values and values["replicas"] != usual:

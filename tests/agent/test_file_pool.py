@@ -17,12 +17,12 @@ import pytest
 from resiliency.agent import file_pool, reader_watch
 from resiliency.agent.file_pool import FilePool
 from resiliency.agent.messages import FileReady
-from resiliency.callbacks._names import is_stock
 from resiliency.storage.change_times import newer_than_before
 from resiliency.storage.known_files import remember
 from resiliency.storage.names import read_name
 from resiliency.storage.shard_file import Identity
 from resiliency.storage.step_id import StepId
+from resiliency.storage.stock import is_stock
 from resiliency.storage.tiers._source import Source
 from resiliency.storage.tiers.local import LocalTier, fsync_file
 from tests.agent.sealing import config_for

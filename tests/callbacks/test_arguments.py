@@ -1,4 +1,4 @@
-"""The guide's example runs as written; arguments of the stock class are taken or refused as the stock class does; wrong
+"""The older library's example runs as written; arguments of the stock class are taken or refused as the stock class does; wrong
 arguments of ours are refused where they stand, with what to pass instead."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.callbacks.harness import (
     stock,
 )
 
-GUIDE: dict[str, Any] = {
+EXAMPLE: dict[str, Any] = {
     "save_last": False,
     "monitor": "step",
     "save_top_k": 1,
@@ -48,8 +48,8 @@ GUIDE: dict[str, Any] = {
 
 @pytest.mark.parametrize("spelling", ["save_optim_on_train_end", "save_optim_on_train_ends"])
 @pytest.mark.parametrize("namespace", NAMESPACES)
-def test_the_example_of_the_guide_runs_as_written(namespace: str, spelling: str, tmp_path: Path) -> None:
-    arguments = {key: value for key, value in GUIDE.items() if key != "save_optim_on_train_ends"} | {spelling: True}
+def test_the_older_librarys_example_runs_as_written(namespace: str, spelling: str, tmp_path: Path) -> None:
+    arguments = {key: value for key, value in EXAMPLE.items() if key != "save_optim_on_train_ends"} | {spelling: True}
     callback = build(namespace)(dirpath=tmp_path, **arguments)  # with its agent as a process of its own
     trainer = make_trainer(namespace, [callback], root=tmp_path, max_steps=12, max_epochs=-1)
     trainer.fit(make_net(namespace), loader())

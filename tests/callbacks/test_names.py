@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from resiliency.callbacks._names import engine_name, is_stock
+from resiliency.callbacks._names import engine_name
 from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.storage.stock import is_stock
 from tests.callbacks.harness import EMBEDDED, names
 
 KEPT = {

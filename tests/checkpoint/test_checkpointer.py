@@ -25,7 +25,6 @@ from torch.utils._device import _device_constructors
 
 from resiliency import faultpoints
 from resiliency.agent import core, file_pool
-from resiliency.callbacks._names import is_stock
 from resiliency.checkpoint import (
     Checkpointer,
     CheckpointerOptions,
@@ -49,6 +48,7 @@ from resiliency.storage.interval import Interval
 from resiliency.storage.manifest import FILES_DIR
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.storage.stage import Stage
+from resiliency.storage.stock import is_stock
 from resiliency.testing.checkpoints import QUICK, RUN, differences, make_checkpointer, make_state, run_ranks, step_dirs
 from tests.embedded import host_agent
 

@@ -119,7 +119,7 @@ def test_a_local_tier_alone(tmp_path: Path) -> None:
 def test_a_local_tier_without_a_name(tmp_path: Path) -> None:
     assert checkpoint_of(*one_tier(tmp_path)).use_in_cluster_local_ckpts is None
     callback = checkpoint_of(*one_tier(tmp_path), "--enable-in-cluster-local-ckpt", "--local-ckpt-interval", "2")
-    assert callback._guide.wants_local_tier
+    assert callback._older.wants_local_tier
     assert (callback._every_n_train_steps, callback._persist) == (2, Interval(steps=4))
 
 
@@ -202,9 +202,9 @@ def test_enable_dist_ckpt_chooses_a_plugin(arguments: list[str], name: str, mode
     assert io_of(*arguments) is None
     plugin = io_of(*arguments, "--enable-dist-ckpt", "--ckpt-threads-per-rank", "3")
     assert type(plugin).__name__ == name and plugin._options.copy_threads == 3 and plugin._run == "test_job"
-    known = getattr(plugin, "_arguments", None)
-    assert (known is not None and known.async_save) is (mode == "async")
-    assert getattr(known, "local_ckpt_dir", None) == ("/l" if arguments[:4] == LOCAL else None)
+    known = getattr(plugin, "_arguments", {})
+    assert known.get("async_save", False) is (mode == "async")
+    assert known.get("local_ckpt_dir") == ("/l" if arguments[:4] == LOCAL else None)
 
 
 # -- the Trainer --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from recipes.pretrain.flags import make_parser, parse
 from recipes.pretrain.models import CONFIGURATIONS, parameters_of
 from resiliency.errors import ConfigError
 
-#: The guide's table, and what its recipes add.
+#: The older library's table, and what its recipes add.
 NUMBERS = {
     "num-nodes": 1,
     "num-gpus": 1,

@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 from resiliency.agent._fence import Fence
 from resiliency.agent.step_sender import send_step
-from resiliency.callbacks._names import is_stock
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
 from resiliency.cli.ckpt import app
@@ -32,6 +31,7 @@ from resiliency.storage.manifest import MANIFEST, META_DIR, Manifest, ShardRecor
 from resiliency.storage.names import read_name
 from resiliency.storage.single_files import find_single_files, restore_folders
 from resiliency.storage.stage import Stage
+from resiliency.storage.stock import is_stock
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import (
     QUICK,

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from resiliency.agent._start import _log_file
-from resiliency.callbacks._names import is_stock
 from resiliency.checkpoint.arena import Arena
 from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.errors import CorruptShard, TierError
@@ -25,6 +24,7 @@ from resiliency.storage.catalog import find_runs, scan, step_folders, step_prefi
 from resiliency.storage.manifest import ShardRecord
 from resiliency.storage.shared_files import is_ours_alone
 from resiliency.storage.step_id import StepId
+from resiliency.storage.stock import is_stock
 from resiliency.storage.tiers._keys import partial_name
 from resiliency.storage.tiers.base import UnreadableFolders
 from resiliency.storage.tiers.local import LocalTier, fsync_file

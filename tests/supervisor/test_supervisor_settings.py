@@ -1,4 +1,4 @@
-"""supervisor.yaml: nothing in it is ignored, and the guide's names mean what they say there."""
+"""supervisor.yaml: nothing in it is ignored, and an older library's names mean what they say there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read(folder: Path, **values: Any) -> SupervisorSettings:
     return read_settings(str(path))
 
 
-def test_the_guides_names_mean_what_they_say(tmp_path: Path) -> None:
+def test_the_older_names_mean_what_they_say(tmp_path: Path) -> None:
     found = read(
         tmp_path,
         heartbeat_polling_period_s=15,

@@ -1,8 +1,6 @@
-"""The guide's markers: an empty file ``step=5-unfinished`` beside a checkpoint that is being written.
+"""The older library's markers: an empty file ``step=5-unfinished`` beside a checkpoint that a script writes or deletes.
 
-The engine needs no markers, because its checkpoints get their names only when they are committed. Scripts that write or
-delete checkpoints themselves use them, and :func:`resiliency.plugins._ckpt_utils.find_latest_checkpoint_path` skips
-checkpoints that have one.
+The engine needs none, because its checkpoints get their names only when they are committed.
 """
 
 from __future__ import annotations
@@ -14,12 +12,22 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from resiliency.callbacks._names import is_stock
-from resiliency.plugins._ckpt_utils import UNFINISHED_CHECKPOINT_SUFFIX, unfinished_marker_path
+from resiliency.storage.stock import is_stock
 
-__all__ = ["UnfinishedMarkers"]
+__all__ = ["CONTEXT_SUFFIX", "UNFINISHED_CHECKPOINT_SUFFIX", "UnfinishedMarkers", "unfinished_marker_path"]
 
 logger = logging.getLogger(__name__)
+
+UNFINISHED_CHECKPOINT_SUFFIX = "-unfinished"
+#: Suffix of the folder beside a checkpoint that describes the training.
+CONTEXT_SUFFIX = "-context"
+
+
+def unfinished_marker_path(checkpoint: str | os.PathLike[str]) -> Path:
+    """The path of a checkpoint's marker: ``a/step=5-unfinished`` for ``a/step=5.ckpt`` and for ``a/step=5``."""
+    path = Path(checkpoint)
+    name = path.name.removesuffix(".ckpt").removesuffix("-EMA")
+    return path.with_name(name + UNFINISHED_CHECKPOINT_SUFFIX)
 
 
 class UnfinishedMarkers:

@@ -1,22 +1,24 @@
-"""Implements the guide's arguments of ``ModelCheckpoint``, see :mod:`resiliency.callbacks._guide_arguments`.
+"""The older library's arguments of ``ModelCheckpoint``: they are checked here, and what they ask for is done here.
 
-The callback calls these functions in its hooks, on every rank; only the rank that handles files writes them.
+The callback calls the functions in its hooks, on every rank; only the rank that handles files writes them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
-from resiliency.callbacks._context import remove_context, write_context
-from resiliency.callbacks._run_files import note_start
-from resiliency.callbacks._unfinished import UnfinishedMarkers
+from resiliency.compat.latest import get_is_checkpoint_file_handler
+from resiliency.compat.markers import UnfinishedMarkers
+from resiliency.compat.training_notes import note_start, remove_context, write_context
+from resiliency.errors import ConfigError
 from resiliency.plugins import _lightning
-from resiliency.plugins._ckpt_utils import get_is_checkpoint_file_handler
 
 __all__ = [
     "NO_OPTIMIZER",
+    "OlderArguments",
     "checkpoint_removed",
     "checkpoint_saved",
     "fit_begins",
@@ -30,6 +32,66 @@ logger = logging.getLogger(__name__)
 
 #: Key in a checkpoint without optimizer state, so that a resume from it can warn.
 NO_OPTIMIZER = "saved_without_optimizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OlderArguments:
+    """Arguments as passed to ``ModelCheckpoint``, which describes them. None: what the stock class does.
+
+    Raises:
+        TypeError: a value of a wrong type.
+        ConfigError: a value that cannot work.
+    """
+
+    save_optim_on_train_end: bool | None = None
+    #: As the example of the older library spells it.
+    save_optim_on_train_ends: bool | None = None
+    always_save_context: bool | None = None
+    save_context_on_train_end: bool | None = None
+    preprocess_files: bool | None = None
+    use_in_cluster_local_ckpts: bool | None = None
+    is_persistent_storage: bool | None = None
+    enable_high_scale_ckpt: bool | None = None
+    delete_unfinished_ckpt_on_start: bool | None = None
+    priority: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "priority" and not isinstance(value, bool | None):
+                raise TypeError(f"{field.name}={value!r} is a {type(value).__name__}; pass True, False or None")
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int | None):
+            raise TypeError(f"priority={self.priority!r} is a {type(self.priority).__name__}; pass a whole number")
+        right, misspelt = self.save_optim_on_train_end, self.save_optim_on_train_ends
+        if None not in (right, misspelt) and right != misspelt:
+            raise ConfigError(
+                f"save_optim_on_train_end={right} and save_optim_on_train_ends={misspelt} are one argument; pass the"
+                " first"
+            )
+        if self.enable_high_scale_ckpt:
+            raise ConfigError(
+                "enable_high_scale_ckpt=True needs what talks to the GKE replicator (replicator.yaml and *.restore"
+                " files in /local), which this version does not have; without it, pass local_dir='/local/<job>' and a"
+                " dirpath= that all hosts see: saves go to the ramdisk first, and are uploaded"
+            )
+
+    def attributes(self) -> dict[str, Any]:
+        """The callback's attributes of these names."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        misspelt = found.pop("save_optim_on_train_ends")
+        if self.save_optim_on_train_end is None:
+            found["save_optim_on_train_end"] = misspelt
+        return {**found, "priority": self.priority or 0}
+
+    @property
+    def wants_local_tier(self) -> bool:
+        """True when the callback must save to a local folder first and upload from there to ``dirpath``."""
+        return bool(self.use_in_cluster_local_ckpts) and self.is_persistent_storage is None
+
+    @property
+    def is_local_tier(self) -> bool:
+        """True when ``dirpath`` is a folder of the local tier."""
+        return bool(self.use_in_cluster_local_ckpts) and self.is_persistent_storage is False
 
 
 def fit_begins(callback: Any, trainer: Any) -> None:
@@ -90,9 +152,8 @@ def warn_of_missing_optimizer(checkpoint: Mapping[str, Any], trainer: Any) -> No
     """Warns that optimizers start anew if the checkpoint was saved without their state. On rank 0, in a fit."""
     if checkpoint.get(NO_OPTIMIZER) and trainer.state.fn == "fit" and trainer.is_global_zero:
         logger.warning(
-            "the checkpoint of step %s was saved without optimizer state (save_optim_on_train_end=False): if"
-            " training goes"
-            " on from it, optimizers start anew",
+            "the checkpoint of step %s was saved without optimizer state (save_optim_on_train_end=False): if training"
+            " goes on from it, optimizers start anew",
             checkpoint.get("global_step"),
         )
 

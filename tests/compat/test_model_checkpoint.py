@@ -1,4 +1,4 @@
-"""The guide's arguments of ModelCheckpoint: each does what it says, and None is what the stock class does."""
+"""The older library's arguments of ModelCheckpoint: each does what it says, and None is what the stock class does."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from resiliency.callbacks import _places, _run_files
-from resiliency.callbacks._context import context_folder
-from resiliency.callbacks._guide_effects import NO_OPTIMIZER
+from resiliency.callbacks import _places
 from resiliency.callbacks.model_checkpoint import build
+from resiliency.compat.model_checkpoint import NO_OPTIMIZER
+from resiliency.compat.training_notes import context_folder, note_start
 from resiliency.storage.manifest import META_DIR
 from tests.callbacks.harness import (
     EMBEDDED,
@@ -31,7 +31,7 @@ from tests.callbacks.harness import (
     stock,
 )
 
-GUIDE = (
+OLDER = (
     "save_optim_on_train_end",
     "save_optim_on_train_ends",
     "always_save_context",
@@ -66,7 +66,7 @@ def test_none_of_all_is_the_stock_class(namespace: str, tmp_path: Path) -> None:
     for own in (False, True):
         root = tmp_path / "run"
         kind = build if own else stock
-        given = {**dict.fromkeys(GUIDE), "options": EMBEDDED} if own else {}
+        given = {**dict.fromkeys(OLDER), "options": EMBEDDED} if own else {}
         (root / "ck").mkdir(parents=True)
         (root / "ck" / "step=1-unfinished").touch()
         fit(namespace, root, kind(namespace)(dirpath=root / "ck", every_n_train_steps=2, **given))
@@ -195,7 +195,7 @@ def test_no_notes_without_it_nor_a_repository(tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "cmd-args.log").exists()
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    _run_files.note_start(str(tmp_path))
+    note_start(str(tmp_path))
     assert (tmp_path / "cmd-args.log").exists() and not (tmp_path / "git-info.log").exists()
 
 
@@ -206,7 +206,7 @@ def places(tmp_path: Path, **arguments: Any) -> Any:
     return ours(NAMESPACES[0], tmp_path / "ck", **arguments)._places(tmp_path / "ck")
 
 
-def test_the_local_tier_is_in_the_guides_folder_or_on_the_ramdisk(
+def test_the_local_tier_is_in_the_older_librarys_folder_or_on_the_ramdisk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "local").mkdir()
@@ -343,19 +343,19 @@ def test_markers(namespace: str, tmp_path: Path) -> None:
 
 
 def test_barriers_come_after_setting_and_before_removing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from resiliency.callbacks import _unfinished
+    from resiliency.compat import markers
 
     kind, path = build(NAMESPACES[0]), tmp_path / "step=5.ckpt"
     seen: list[bool] = []
-    monkeypatch.setattr(_unfinished.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(_unfinished.dist, "barrier", lambda: seen.append(kind.is_checkpoint_unfinished(path)))
+    monkeypatch.setattr(markers.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(markers.dist, "barrier", lambda: seen.append(kind.is_checkpoint_unfinished(path)))
     kind.set_checkpoint_unfinished_marker(path)
     assert seen == []
     kind.set_checkpoint_unfinished_marker(path, barrier_after=True)
     kind.remove_checkpoint_unfinished_marker(path, barrier_before=True)
     assert seen == [True, True] and not kind.is_checkpoint_unfinished(path)
     kind.set_checkpoint_unfinished_marker(path)
-    monkeypatch.setattr(_unfinished.dist, "barrier", lambda: (_ for _ in ()).throw(RuntimeError("a rank is missing")))
+    monkeypatch.setattr(markers.dist, "barrier", lambda: (_ for _ in ()).throw(RuntimeError("a rank is missing")))
     with pytest.raises(RuntimeError):
         kind.remove_checkpoint_unfinished_marker(path, barrier_before=True)
     assert kind.is_checkpoint_unfinished(path)

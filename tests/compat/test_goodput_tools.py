@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from resiliency.goodput import calculator, tracker
+from resiliency.compat import goodput_calculator as calculator
+from resiliency.compat import goodput_tracker as tracker
 from resiliency.goodput.calculator import GoodputCalculator
 
 ROOT = Path(__file__).parents[2]
@@ -184,8 +185,8 @@ def test_the_older_librarys_logger_writes_where_it_did(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GOODPUT_USE_FILE_TRACKING", "1")
     monkeypatch.setenv("JOB_IDENTIFIER", "older")
-    logging._logger.cache_clear()
+    tracker._logger.cache_clear()
     logging.log_event(constant.CHECKPOINT_SAVED, step=4)
-    logging._logger.cache_clear()
+    tracker._logger.cache_clear()
     (line,) = (tmp_path / "older-goodput.log").read_text().splitlines()
     assert (json.loads(line)["event_type"], json.loads(line)["step"]) == ("checkpoint_saved", 4)

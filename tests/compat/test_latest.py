@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
+from resiliency.compat import latest
+from resiliency.compat.latest import find_latest_checkpoint_path, get_is_checkpoint_file_handler
 from resiliency.errors import ConfigError
-from resiliency.plugins import _ckpt_utils
-from resiliency.plugins._ckpt_utils import find_latest_checkpoint_path, get_is_checkpoint_file_handler
 from resiliency.testing.checkpoints import flip_bits
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_LOCALID")
@@ -227,7 +227,7 @@ def test_a_rank_that_does_not_know_its_place_says_so(monkeypatch: pytest.MonkeyP
 
 
 def test_the_process_group_counts_more_than_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ckpt_utils.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(_ckpt_utils.dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(_ckpt_utils.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(latest.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(latest.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(latest.dist, "get_world_size", lambda: 2)
     assert get_is_checkpoint_file_handler() is False

@@ -1,4 +1,4 @@
-"""The plugins with names of the guide: every argument takes effect, or is refused or said with a sentence."""
+"""The older library's plugins: every argument takes effect, or is refused or said with a sentence."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import torch
 
 from resiliency import faultpoints
 from resiliency.checkpoint.options import CheckpointerOptions
+from resiliency.compat import checkpoint_io
 from resiliency.errors import ConfigError
 from resiliency.inspection.by_path import locate
-from resiliency.plugins import _guide_io, _lightning
+from resiliency.plugins import _lightning
 from resiliency.plugins.checkpoint_io import TieredIO
 from resiliency.storage.manifest import META_DIR
 from tests.plugins.test_checkpoint_io import NAMESPACES, Batches, checkpoint, make_model, make_trainer
@@ -70,7 +71,7 @@ def test_a_fit_saves_and_resumes(name: str, namespace: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_arguments_of_the_guide_are_taken_by_place(name: str, made: Any) -> None:
+def test_arguments_are_taken_by_place(name: str, made: Any) -> None:
     made(name, "torch_dist", True, None, False, 2, True)
     with pytest.raises(TypeError):
         build(name)(unknown=1)
@@ -106,7 +107,7 @@ def test_torch_dist_multiproc_is_the_number_of_copy_threads(name: str, made: Any
 
 @pytest.mark.parametrize("name", KINDS)
 def test_load_directly_on_device(name: str, made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_guide_io, "_device", lambda: torch.device("meta"))  # as the GPU of a host that has one
+    monkeypatch.setattr(checkpoint_io, "_device", lambda: torch.device("meta"))  # as the GPU of a host that has one
     path = tmp_path / "step=1.ckpt"
     made(name).save_checkpoint(checkpoint(1), path)
     assert made(name).load_checkpoint(path)["state_dict"]["w"].device.type == "meta"
@@ -128,7 +129,7 @@ PARALLEL = [
 
 @pytest.mark.parametrize(("name", "flag"), PARALLEL)
 def test_what_ranks_would_share_out_is_said(name: str, flag: str, made: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, _guide_io.__name__):
+    with caplog.at_level(logging.INFO, checkpoint_io.__name__):
         made(name)
         assert caplog.records == []
         made(name, **{flag: True})
@@ -169,24 +170,12 @@ def test_without_async_save_it_is_there(made: Any, tmp_path: Path) -> None:
     assert done == [True] and path.exists()
 
 
-class Late:
-    """A ticket of a save that takes until somebody waits for it."""
-
-    def __init__(self, ticket: Any) -> None:
-        self.wait = ticket.wait
-
-    def has_reached(self, stage: Any) -> bool:
-        return False
-
-
 def test_a_removal_waits_for_the_save_that_replaces_it(made: Any, tmp_path: Path) -> None:
     plugin = made("MinCkptOverheadCheckpointIO", async_save=True)
     old, new = tmp_path / "step=1.ckpt", tmp_path / "step=2.ckpt"
     plugin.save_checkpoint(checkpoint(1), old)
     plugin.load_checkpoint(old)
     plugin.save_checkpoint(checkpoint(2), new)
-    running = plugin._running[str(tmp_path)]
-    running.ticket = Late(running.ticket)
     plugin.remove_checkpoint(old)
     assert old.exists()
     plugin.teardown()
@@ -201,7 +190,6 @@ def test_a_finalize_fn_that_raises_leaves_nothing_undone(made: Any, tmp_path: Pa
         plugin.save_checkpoint(checkpoint(1), old)
         plugin.load_checkpoint(old)
         plugin.save_checkpoint(checkpoint(2), new, storage_options={"finalize_fn": lambda: 1 / 0})
-        plugin._running[str(folder)].ticket = Late(plugin._running[str(folder)].ticket)
         plugin.remove_checkpoint(old)
         saved.append((old, new))
     with pytest.raises(ZeroDivisionError):
@@ -240,7 +228,7 @@ def test_a_plugin_can_be_pickled_while_it_saves(made: Any, tmp_path: Path) -> No
     plugin = made("CombinedCheckpointIO", async_save=True, local_ckpt_dir=tmp_path)
     plugin.save_checkpoint(checkpoint(1), tmp_path / "step=1.ckpt")
     twin = pickle.loads(pickle.dumps(plugin))
-    assert type(twin) is type(plugin) and twin._arguments == plugin._arguments and twin._running == {}
+    assert type(twin) is type(plugin) and twin._arguments == plugin._arguments
     twin.teardown()
 
 
@@ -248,7 +236,7 @@ def test_a_plugin_can_be_pickled_while_it_saves(made: Any, tmp_path: Path) -> No
 
 
 def durable(plugin: Any, folder: Path) -> bool:
-    return bool(plugin._engines.take(str(folder), None, plugin._options).engine._local.durable)
+    return bool(plugin._engines.take(str(folder), plugin._run, plugin._options).engine._local.durable)
 
 
 @pytest.mark.parametrize("name", TIERED)
@@ -282,18 +270,15 @@ def test_persistent_process_takes_over_the_settings_and_saves_in_the_background(
     inner = made("CombinedCheckpointIO", torch_dist_multiproc=3, local_ckpt_dir=tmp_path, run="mine")
     plugin = made("PersistentCheckpointProcessIO", inner)
     assert plugin._options == CheckpointerOptions(agent="process", copy_threads=3)
-    assert (plugin._run, plugin._arguments.async_save, plugin._arguments.local_ckpt_dir) == (
-        "mine",
-        True,
-        str(tmp_path),
-    )
-    path = tmp_path / "step=1.ckpt"
-    plugin.save_checkpoint(checkpoint(1, 3.0), path)
+    path, done = tmp_path / "step=1.ckpt", []
+    plugin.save_checkpoint(checkpoint(1, 3.0), path, storage_options={"finalize_fn": lambda: done.append(True)})
+    assert plugin._run == "mine" and done == [], "it did not save in the background"
+    assert not durable(plugin, tmp_path), "it does not know the local tier"
     assert plugin.load_checkpoint(path)["state_dict"]["w"][0, 0] == 3.0
 
 
 def test_what_the_inner_plugin_said_is_not_said_again(made: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, _guide_io.__name__):
+    with caplog.at_level(logging.INFO, checkpoint_io.__name__):
         made("PersistentCheckpointProcessIO", made("CombinedCheckpointIO", use_ckpt_load_replication=True))
     assert len(caplog.records) == 1
 

@@ -1,4 +1,4 @@
-"""The names that a script of the guide imports are there, for both Lightning packages; nothing of NeMo is imported."""
+"""The names that scripts for the older library import are there, for both Lightning packages, without NeMo."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_names_are_there(module: str) -> None:
 
 
 @pytest.mark.parametrize(("module", "name"), SIGNATURES)
-def test_plugins_have_the_guides_arguments_in_its_order(module: str, name: str) -> None:
+def test_plugins_have_the_older_arguments_in_their_order(module: str, name: str) -> None:
     kind = getattr(importlib.import_module(f"resiliency.plugins.{module}"), name)
     found = [
         parameter.name
