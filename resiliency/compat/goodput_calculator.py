@@ -17,8 +17,6 @@ from typing import Any
 
 from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.events import EventKind
-from resiliency.goodput.ledger import account
-from resiliency.goodput.summary import iso, summarize
 from resiliency.paths import absolute_path
 from resiliency.telemetry.collect import Collector
 from resiliency.telemetry.facts import RunFacts, parse_stamp
@@ -54,20 +52,6 @@ class _Kept(Collector):
         super()._take(run, record, kind, time, attempt)
 
 
-class _Reader(LogReader):
-    """A reader that reports each line that is not JSON."""
-
-    def __init__(self, collector: Collector, say: Callable[[str], None]) -> None:
-        super().__init__(collector)
-        self._say = say
-
-    def _other(self, line: bytes) -> None:
-        torn = self.torn_lines
-        super()._other(line)
-        if self.torn_lines > torn:
-            self._say(f"Failed to parse log line: {line[:200]!r}")
-
-
 class GoodputCalculator:
     """Drop-in for the older class of this name. Use it from one thread.
 
@@ -92,7 +76,6 @@ class GoodputCalculator:
         self.local_log_path = local_log_path
         self.verbose = verbose
         self.gcloud_logging_lookback_days = gcloud_logging_lookback_days
-        self._read: Collector | None = None
         self._out = out if out is not None else lambda line: sys.stdout.write(line + "\n")
 
     def _say(self, line: str) -> None:
@@ -118,9 +101,11 @@ class GoodputCalculator:
         except ConfigError as error:
             raise FileNotFoundError(f"Log file not found: {self.local_log_path} ({error})") from error
         kept = _Kept()
-        _Reader(kept, self._say).read(files)
-        self._read = kept
-        return list(kept.events)
+        reader = LogReader(kept)
+        reader.read(files)
+        if reader.torn_lines:
+            self._say(f"Lines that could not be parsed: {reader.torn_lines}")
+        return kept.events
 
     def _from_cloud(self) -> list[dict[str, Any]]:
         try:
@@ -170,7 +155,8 @@ class GoodputCalculator:
     def calculate_goodput(
         self, events: list[dict[str, Any]], reference_step_time: float | None = None
     ) -> dict[str, Any]:
-        """The older figures, and ``badput_seconds`` from our account of the run.
+        """The older figures. ``useful_runtime_seconds`` and ``job_intervals`` stay empty, as they did there: the report
+        (``resiliency goodput report``) says where the rest of the time went.
 
         Args:
             events: from :meth:`preprocess_events`.
@@ -203,41 +189,7 @@ class GoodputCalculator:
             if metrics["total_runtime_seconds"] > 0:
                 share = metrics["effective_computation_time"] / metrics["total_runtime_seconds"]
                 metrics["goodput_percentage"] = share * 100
-        self._ours(events, metrics)
         return metrics
-
-    def _ours(self, events: list[dict[str, Any]], metrics: dict[str, Any]) -> None:
-        """Fills in the figures that the older calculator leaves empty."""
-        if self.local_log_path:
-            # Our account uses every event in the files, not only the six kinds of the older figures.
-            if self._read is None:
-                self._from_files()
-            assert self._read is not None
-            collector = self._read
-        else:
-            collector = Collector()
-            for event in events:
-                if not event.get("is_proxy"):
-                    collector.add(event)
-        run = collector.runs.get(self.job_name)
-        if run is None:
-            return
-        summary = summarize(account(run))
-        metrics["badput_seconds"] = {
-            row["bucket"]: row["wall_s"] for row in summary["buckets"] if row["bucket"] != "productive"
-        }
-        metrics["useful_runtime_seconds"] = next(
-            row["wall_s"] for row in summary["buckets"] if row["bucket"] == "productive"
-        )
-        metrics["job_intervals"] = [
-            {
-                "start": row["start_utc"],
-                "end": iso(row["end"]),
-                "duration_seconds": row["wall_s"],
-                "outcome": row["outcome"],
-            }
-            for row in summary["attempts"]
-        ]
 
     def display_metrics(self, metrics: dict[str, Any]) -> None:
         """Prints the figures."""
@@ -262,19 +214,8 @@ class GoodputCalculator:
         if metrics["effective_computation_time"] > 0:
             rows.append(("Effective Computation Time (hours)", round(metrics["effective_computation_time"] / 3600, 2)))
         rows.append(("Goodput Percentage", f"{metrics['goodput_percentage']:.2f}%"))
-        width = max(len(name) for name, _ in rows)
-        values = max(len(str(value)) for _, value in rows)
-        rule = f"+{'-' * (width + 2)}+{'-' * (values + 2)}+"
-        self._out(rule)
-        for name, value in [("Metric", "Value"), *rows]:
-            self._out(f"| {name:<{width}} | {value!s:>{values}} |")
-            if name == "Metric":
-                self._out(rule)
-        self._out(rule)
-        if self.verbose:
-            for name, seconds in metrics.get("badput_seconds", {}).items():
-                if seconds:
-                    self._out(f"  {name:<20} {seconds:14.1f} s")
+        for name, value in rows:
+            self._out(f"{name:<35}{value!s:>12}")
 
     def export_metrics(self, metrics: dict[str, Any], output_file: str) -> None:
         """Writes the figures as JSON.
@@ -315,7 +256,7 @@ def get_parser() -> argparse.ArgumentParser:
     parser.add_argument("--export", type=absolute_path, help="write the figures to this JSON file")
     parser.add_argument("--reference-step-time", type=float, default=None, help="seconds a step should take")
     parser.add_argument("--gcloud-logging-lookback-days", type=float, default=7.0, help="days of Cloud Logging to read")
-    parser.add_argument("--verbose", action="store_true", help="print progress, and where the rest of the time went")
+    parser.add_argument("--verbose", action="store_true", help="print progress")
     return parser
 
 
