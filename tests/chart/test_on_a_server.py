@@ -13,6 +13,8 @@ from tests.chart.test_supervisor_chart import CASES as SUPERVISORS
 from tests.chart.test_workload_chart import CASES as WORKLOADS
 from tests.cluster.client import Cluster, wait_for
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def namespaces(control_plane: Cluster) -> Iterator[tuple[str, str]]:
