@@ -1,5 +1,6 @@
 # make setup   a virtual environment in .venv with everything the tests, the demo and the benchmark need
 # make test    lint and all tests (what CI runs)
+# make quick   the tests of what users see and of the protocols, in a minute or so, without lint
 # make lint    ruff (rules and format), mypy --strict, import rules
 # make conformance   Lightning's own tests with our classes in place, where they lie in ../shared/conformance
 # make demo    a training job whose processes are killed ends as if nothing had happened; another one outlives its hosts
@@ -28,7 +29,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 # The tests start hundreds of interpreters: with this variable set each of them would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup test lint collected conformance demo bench clean
+.PHONY: help setup test quick lint collected conformance demo bench clean
 
 help:
 	@grep -E '^# make' Makefile | cut -c3-
@@ -70,6 +71,17 @@ lint: $(STAMP)
 test: $(STAMP)
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint collected
 	$(PYTEST)
+
+# What a change breaks first: what users call and read, what is on disk, what processes tell each other.
+QUICK := tests/docs tests/compat/test_names.py tests/packaging/test_imports.py tests/preemption tests/cli/test_ckpt.py tests/cli/test_paths.py tests/cli/test_output.py \
+  tests/callbacks/test_drop_in.py tests/callbacks/test_against_stock.py tests/callbacks/test_auto_resume.py tests/callbacks/test_arguments.py \
+  tests/checkpoint/test_checkpointer.py tests/plugins/test_checkpoint_io.py \
+  tests/storage/test_format.py tests/storage/test_manifest.py tests/storage/test_restore_plan.py tests/storage/tiers/test_local.py \
+  tests/agent/test_protocol.py tests/agent/test_core.py tests/launch/test_run.py tests/launch/test_restarts.py \
+  tests/runtime/test_messages.py tests/runtime/test_launcher_messages.py \
+  tests/supervisor/test_controller.py tests/supervisor/test_supervisor_settings.py tests/goodput/test_cli.py tests/goodput/test_json_schema.py
+quick: $(STAMP)
+	$(PYTEST) -m "not kill and not long" $(QUICK)
 
 # Compiles the tests and all that they import once, beside mypy; otherwise each worker of a new clone would do it.
 collected: $(STAMP)
