@@ -214,4 +214,4 @@ def _write(event: Any) -> Write:
     code = event.get("responseStatus", {}).get("code", 0)
     namespace, name = target.get("namespace", ""), target.get("name", "")
     (credential,) = event["user"].get("extra", {}).get("authentication.kubernetes.io/credential-id", [""])
-    return Write(event["user"]["username"], event["verb"], resource, namespace, name, code, credential)
+    return Write(event["user"].get("username", ""), event["verb"], resource, namespace, name, code, credential)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from resiliency.testing.zygote import Zygote
-from tests.cluster.client import Write, wait_for
+from tests.cluster.client import ApiError, Write, wait_for
 from tests.cluster.rig import Rig
 from tests.cluster.simulated_hosts import SimulatedHosts
 from tests.cluster.supervisors import Identity, SupervisorProcess
@@ -129,6 +129,10 @@ class SimulatedJob:
         self.cluster.patch(lease, {"spec": {"holderIdentity": ""}})
         release.repair_nodes()
 
+    @property
+    def _jobset_path(self) -> str:
+        return f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/{self.release.jobs}/jobsets/{self.name}"
+
     def _delete_pods(self) -> None:
         """Also those whose nodes are gone."""
         self.cluster.request("DELETE", f"/api/v1/namespaces/{self.release.jobs}/pods", {"gracePeriodSeconds": 0})
@@ -212,6 +216,10 @@ class SimulatedJob:
 
         return wait_for(f"it trains ({self.supervisors[0].log})", trains, timeout_s=timeout_s)
 
+    def until_steps_after(self, generation: int) -> None:
+        """A later generation makes steps, whatever the supervisor does beside."""
+        wait_for("a new generation", lambda: self.simulated.ask(lambda: self.training.newest) > generation)
+
     def until_steps(self, count: int = 3, timeout_s: float = 60) -> None:
         """So many more steps are made."""
         goal = self.simulated.ask(lambda: self.training.step) + count
@@ -228,6 +236,42 @@ class SimulatedJob:
             self.cluster.patch(f"/api/v1/namespaces/{self.release.jobs}/pods/{host}", dead)
         self.simulated.kill(hosts)
         return nodes
+
+    def evict(self, host: str) -> None:
+        metadata = {"name": host, "namespace": self.release.jobs}
+        path = f"/api/v1/namespaces/{self.release.jobs}/pods/{host}/eviction"
+        eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata}
+        self.cluster.request("POST", path, eviction)
+
+    def preempt(self, host: str) -> None:
+        """A pod that is more important comes to its node."""
+        container = {"name": "main", "image": "none", "resources": {"limits": {"nvidia.com/gpu": "8"}}}
+        spec = {
+            "priorityClassName": "system-node-critical",
+            "nodeSelector": {"kubernetes.io/hostname": self.node_of(host)},
+            "containers": [container],
+        }
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "important"}, "spec": spec}
+        self.cluster.request("POST", f"/api/v1/namespaces/{self.release.jobs}/pods", pod)
+
+    def take_away(self, *, delete: bool) -> None:
+        """The user deletes the JobSet, or suspends it."""
+        path = self._jobset_path
+        self._jobset = self.cluster.get(path)
+        if delete:
+            self.cluster.kubectl("delete", "jobset", self.name, "-n", self.release.jobs)
+        else:
+            self.cluster.patch(path, {"spec": {"suspend": True}})
+
+    def bring_back(self) -> None:
+        given = self._jobset["metadata"]
+        metadata = {key: given[key] for key in ("name", "namespace", "labels", "annotations")}
+        made = {**self._jobset, "metadata": metadata, "status": {}}
+
+        try:
+            self.cluster.patch(self._jobset_path, {"spec": {"suspend": False}})
+        except ApiError:  # it is gone
+            self.cluster.request("POST", self._jobset_path.rpartition("/")[0], made)
 
     # -- what is true after each fault --------------------------------------------------------------------------------
 

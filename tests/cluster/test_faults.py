@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 
 from resiliency.testing.zygote import Zygote
 from tests.cluster.client import Cluster, wait_for
+from tests.cluster.control_plane import ControlPlane
 from tests.cluster.rig import Rig
 from tests.cluster.simulated_release import SimulatedJob, SimulatedRelease
 from tests.supervisor.supervisor_command import PRELOAD
@@ -128,3 +132,144 @@ def test_a_leader_that_is_stopped_past_its_lease_does_nothing_afterwards(start: 
     assert job.highest_terms() == {term}
     assert leader.writes() == []
     assert len(other.writes()) == 4
+
+
+def test_a_node_that_others_change_all_the_time_is_taken_out_and_given_back(start: Start) -> None:
+    job = start(spares=1)
+    before, spares, generation = job.places(), job.ready_spares(), job.generation()
+    (node,) = nodes = {job.node_of(before[6])}
+    with changed_all_the_time(job, node):
+        job.kill_nodes(before[6])
+        job.until_it_trains(after=generation)
+        job.check(before, out={before[6]}, spares=spares, nodes=nodes)
+    assert {each.code for each in job.writes()} <= {200, 409}
+
+    job.cluster.kubectl("uncordon", node)
+    wait_for("it is given back", lambda: job.taken_out() == set())
+    found = job.cluster.get(f"/api/v1/nodes/{node}")
+    assert "unschedulable" not in found["spec"]
+    assert "resiliency/quarantined-until" not in found["metadata"]["annotations"]
+
+
+def test_a_token_that_is_no_good_any_more_is_read_again(start: Start) -> None:
+    job = start(spares=1)
+    before, spares, generation = job.places(), job.ready_spares(), job.generation()
+    supervisor = job.supervisors[0]
+    supervisor.token.write_text("expired")
+    wait_for("it notices", lambda: "the lease cannot be renewed" in supervisor.log.read_text())
+    nodes = job.kill_nodes(before[8])
+    job.release.identity.write_token(supervisor.token)
+    job.until_it_trains(after=generation)
+    job.check(before, out={before[8]}, spares=spares, nodes=nodes)
+
+
+def test_without_its_rights_the_swap_works_and_the_rest_is_done_when_they_are_back(start: Start) -> None:
+    job = start(spares=1)
+    before, spares, generation = job.places(), job.ready_spares(), job.generation()
+    bindings = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{job.release.jobs}/rolebindings"
+    binding = job.cluster.get(f"{bindings}/{job.release.system}-supervisor")
+    del binding["metadata"]["resourceVersion"], binding["metadata"]["uid"]
+    job.cluster.request("DELETE", f"{bindings}/{binding['metadata']['name']}")
+    try:
+        nodes = job.kill_nodes(before[1])
+        job.until_it_trains(after=generation)
+        wait_for("a refusal", lambda: 403 in {each.code for each in job.writes()})
+    finally:
+        job.cluster.request("POST", bindings, binding)
+    job.check(before, out={before[1]}, spares=spares, nodes=nodes)
+    assert "cannot delete resource" in job.logs()
+
+
+@pytest.mark.parametrize("how", ["eviction", "preemption"])
+def test_a_pod_that_the_cluster_takes_is_swapped_and_its_node_stays_in_use(start: Start, how: str) -> None:
+    job = start(spares=1)
+    before, spares, generation = job.places(), job.ready_spares(), job.generation()
+    if how == "eviction":
+        job.evict(before[10])
+    else:
+        job.preempt(before[10])
+    job.until_it_trains(after=generation)
+    job.check(before, out={before[10]}, spares=spares, nodes=())
+    assert job.writes() == []
+
+
+@pytest.mark.parametrize("how", ["suspend", "delete"])
+def test_a_jobset_that_its_user_takes_away_and_brings_back_begins_again(start: Start, how: str) -> None:
+    job = start(spares=1)
+    generation = job.generation()
+    job.take_away(delete=how == "delete")
+    wait_for("no host is left", lambda: not job.simulated.ask(lambda: list(job.simulated.hosts)))
+    wait_for("it waits", lambda: job.workload()["state"] == "waiting")
+    job.bring_back()
+    job.until_it_trains(after=generation, whole=13)
+    job.check(places := job.places(), out=(), spares=(), nodes=())
+    assert len(places) == 12
+    assert job.writes() == []
+
+
+def test_two_releases_on_the_same_nodes_leave_each_other_alone(
+    start: Start, release: SimulatedRelease, forks: Zygote, tmp_path: Path
+) -> None:
+    job = start(spares=1)
+    small = SimulatedRelease(release.rig, tmp_path / "small", forks, nodes=0, hosts=2, name="small-")
+    with running(small, spares=0) as other:
+        before, spares, generation = job.places(), job.ready_spares(), job.generation()
+        theirs = other.places()
+        nodes = job.kill_nodes(before[0])
+        job.until_it_trains(after=generation)
+        job.check(before, out={before[0]}, spares=spares, nodes=nodes)
+        other.until_steps()
+        other.check(theirs, out=(), spares=(), nodes=())
+        assert other.generation() == 1 and other.writes() == []
+
+
+@pytest.mark.long
+def test_a_hot_swap_needs_no_api_server_and_what_it_has_missed_is_read_again(
+    own_control_plane: ControlPlane, forks: Zygote, tmp_path: Path
+) -> None:
+    rig = Rig(own_control_plane, tmp_path)
+    release = SimulatedRelease(rig, tmp_path / "r", forks, nodes=16, hosts=12)
+    with running(release, spares=3) as job:
+        for number, away in enumerate((own_control_plane.frozen_api_server, own_control_plane.without_api_server)):
+            before, spares, generation = job.places(), job.ready_spares(), job.generation()
+            nodes = {job.node_of(host) for host in before[4:5]}
+            with away():
+                job.simulated.kill(before[4:5])
+                job.until_steps_after(generation)
+                if number:
+                    own_control_plane.forget_history()
+            job.until_it_trains(after=generation)
+            new = set(job.places()) - set(before)
+            assert len(new) == 1 and new < set(spares)
+            job.check(before, out=before[4:5], spares=new, nodes=job.taken_out() | nodes)
+        job.evict(job.places()[7])  # it is followed again
+        job.until_it_trains(after=generation + 1)
+
+
+@contextlib.contextmanager
+def running(release: SimulatedRelease, **values: Any) -> Iterator[SimulatedJob]:
+    job = release.job(**values)
+    try:
+        yield job
+    finally:
+        job.close()
+
+
+@contextlib.contextmanager
+def changed_all_the_time(job: SimulatedJob, node: str) -> Iterator[None]:
+    """Somebody else writes an annotation of a node, as often as the API server lets them."""
+    ended = threading.Event()
+
+    def change() -> None:
+        for number in itertools.count():
+            job.cluster.patch(f"/api/v1/nodes/{node}", {"metadata": {"annotations": {"test/number": str(number)}}})
+            if ended.wait(0.02):
+                return
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
