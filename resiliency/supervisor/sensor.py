@@ -352,12 +352,12 @@ class Sensor:
             self._names_changed.add(name)
 
     def silent_for(self, seconds: float, now_s: float) -> list[str]:
-        """Hosts that have been silent for so long."""
+        """Hosts that have been silent for so long, cordoned ones too."""
         silent = []
         for host in self._hosts.values():
             if now_s - host.heard_s <= seconds:
                 break  # the others were heard later
-            if host.state is HostState.SILENT:
+            if host.state is HostState.SILENT or host.name in self._mute:
                 silent.append(host.name)
         return silent
 

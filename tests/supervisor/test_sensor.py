@@ -261,3 +261,14 @@ def test_a_host_whose_monitor_was_told_to_end_is_checked_at_once_when_another_on
         assert ("a" in another.to_check(now)) == (kind == "told to end")
         sensor.heard("a", f"{kind} 2", now)
         sensor.checked("a", "", now)
+
+
+def test_a_silent_host_is_one_also_when_it_is_cordoned() -> None:
+    job = Cluster(4, spares=2)
+    job.cut = {"host-2", "host-3"}
+    job.sensor.cordon("host-2", "its node was taken out", job.now)
+    job.pass_time(40)
+    assert sorted(job.sensor.silent_for(20.0, job.now)) == ["host-2", "host-3"]
+    job.cut = set()
+    job.pass_time(10)
+    assert job.sensor.silent_for(20.0, job.now) == [] and job.sensor.cordoned == {"host-2"}
