@@ -102,6 +102,7 @@ async def _run(args: argparse.Namespace, script: Sequence[str]) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, monitor.stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))  # `resiliency pod` has it wait until here
     return await monitor.run()
 
 

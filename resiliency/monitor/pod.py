@@ -36,6 +36,7 @@ def run_pod(monitor: Sequence[str], *, drain_s: float) -> int:
 
     Args:
         monitor: command line of the host monitor. It ends with 0 when the job is completed, or when it was told to end.
+            It is started with SIGTERM blocked, and unblocks it once it can heed it, so that none is lost before.
         drain_s: seconds that other processes (agents that upload) have to end after the monitor.
 
     Returns:
@@ -74,10 +75,15 @@ class _Pod:
     def _start(self) -> None:
         self._started_s = time.monotonic()
         self._pid = os.posix_spawn(
-            self._command[0], self._command, dict(all_variables()), setpgroup=0, setsigmask=(), setsigdef=_WAITED
+            self._command[0],
+            self._command,
+            dict(all_variables()),
+            setpgroup=0,
+            setsigmask=(signal.SIGTERM,),
+            setsigdef=_WAITED,
         )
         if self._asked:
-            os.kill(self._pid, self._asked)  # the new monitor ends the launcher that it takes over
+            os.kill(self._pid, signal.SIGTERM)  # the new monitor ends the launcher that it takes over
 
     def _note_death(self, status: int) -> None:
         how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"status {os.WEXITSTATUS(status)}"
@@ -97,7 +103,7 @@ class _Pod:
             number = 0 if found is None else found.si_signo
         if number in _ASKED:
             logger.info("told to end (%s); ranks save, and end", signal.Signals(number).name)
-            self._asked = signal.SIGTERM
+            self._asked = self._asked or number
             if self._pid:
                 with suppress(ProcessLookupError):
                     os.kill(self._pid, signal.SIGTERM)
