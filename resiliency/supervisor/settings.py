@@ -164,8 +164,8 @@ class KubernetesSettings(_Strict):
     """
 
     workload_namespace: str = ""
-    lease: str = "resiliency-supervisor"
-    audience: str = "resiliency-supervisor"
+    lease: str = Field(default="resiliency-supervisor", min_length=1)
+    audience: str = Field(default="resiliency-supervisor", min_length=1)
     block_label: str = "cloud.google.com/gce-topology-block"
     quarantine_s: float = Field(default=300.0, ge=60)
     server: str = ""

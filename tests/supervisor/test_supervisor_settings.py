@@ -82,6 +82,22 @@ def test_a_workload_says_otherwise_than_all(tmp_path: Path) -> None:
         ({"replicas": 1, "dry_run": "perhaps"}, "dry_run"),
         ({"replicas": 1, "workloads": [{"name": "x"}]}, "either"),
         ({"workload": None, "workloads": [{"name": "x", "replicas": 1}] * 2}, "two workloads"),
+        ({"replicas": 1, "cluster": "k8s"}, "cluster='k8s'"),
+        ({"replicas": 1, "kubernetes": {"lease": "x"}}, "does nothing without `cluster: kubernetes`"),
+        ({"replicas": 1, "cluster": "kubernetes", "kubernetes": "x"}, "`kubernetes:` is a mapping"),
+        (
+            {"replicas": 1, "cluster": "kubernetes", "kubernetes": {"audiense": "x"}},
+            "unknown key 'kubernetes.audiense'",
+        ),
+        ({"replicas": 1, "cluster": "kubernetes", "kubernetes": {"quarantine_s": 0}}, "kubernetes.quarantine_s=0"),
+        ({"replicas": 1, "cluster": "kubernetes", "kubernetes": {"lease": ""}}, "kubernetes.lease=''"),
+        ({"replicas": 1, "cluster": "kubernetes", "kubernetes": {"audience": ""}}, "kubernetes.audience=''"),
+        ({"replicas": 1, "cluster": "kubernetes", "kubernetes": {"namespace": 5}}, "kubernetes.namespace=5"),
+        ({"replicas": 1, "cluster": "kubernetes", "replicated_job_name": "x"}, "Kubernetes"),
+        (
+            {"replicas": 1, "cluster": "kubernetes", "job_namespace": "a", "kubernetes": {"workload_namespace": "b"}},
+            "job_namespace and kubernetes.workload_namespace are one thing",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_sentence(tmp_path: Path, values: dict[str, Any], said: str) -> None:
@@ -112,6 +128,27 @@ def test_paths_are_meant_from_the_files_folder(tmp_path: Path, monkeypatch: pyte
     assert found.hook is not None and found.hook.command == [f"{tmp_path}/resized.sh", "./argument"]
     in_path = read(tmp_path, replicas=1, hook={"command": "logger"}).hook
     assert in_path is not None and in_path.command == ["logger"]
+
+
+def test_kubernetes_has_settings_of_its_own_and_the_guides_names_of_a_namespace(tmp_path: Path) -> None:
+    plain = read(tmp_path, replicas=1, cluster="kubernetes").kubernetes
+    assert (plain.lease, plain.audience, plain.workload_namespace) == ("resiliency-supervisor",) * 2 + ("",)
+    for name in ("job_namespace", "workload_namespace"):
+        found = read(tmp_path, replicas=1, cluster="kubernetes", **{name: "jobs"}, kubernetes={"token_file": "token"})
+        assert found.kubernetes.workload_namespace == "jobs"
+        assert (found.kubernetes.token_file, found.kubernetes.ca_file) == (f"{tmp_path}/token", "")
+
+
+def test_pods_prove_who_they_are_and_operators_need_a_token_all_the_same(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="operator_token"):
+        Authority.of(read(tmp_path, replicas=1, cluster="kubernetes"))
+    (tmp_path / "operator").write_text("c" * 20)
+    (tmp_path / "operator").chmod(0o600)
+    authority = Authority.of(read(tmp_path, replicas=1, cluster="kubernetes", operator_token="operator"))
+    for header in ("", "Bearer x", "Bearer " + "c" * 20):
+        assert authority.monitor_patterns(header, None) == []
+    assert authority.allows_operator("Bearer " + "c" * 20) and not authority.allows_operator("Bearer x")
+    assert [Authority.token_of(header) for header in ("Bearer x y", "bearer x ", "Basic x", "")] == ["x y", "x", "", ""]
 
 
 def test_nothing_listens_without_authentication_unless_told_to(tmp_path: Path) -> None:
