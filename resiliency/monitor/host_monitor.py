@@ -601,7 +601,7 @@ class HostMonitor:
         # supervisor asks for the reset.
         has_place = self._want is not None and self._want.place is not None
         found = [self._folder.problem, *self._watchdogs.problems(resettable=not has_place)]
-        if self._stopping.is_set():
+        if self._stopping.is_set() and not self._settings.watch_only:  # hosts are none the worse without watchdogs
             found.append(MONITOR_ENDS)
         lives = self._launcher is not None and time.monotonic() - self._launcher.started_s >= _LIVED_S
         if self._deaths >= _MANY_DEATHS and not lives:

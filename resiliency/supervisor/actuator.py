@@ -72,23 +72,23 @@ class Actuator:
 
     def take_out(self, host: str, reason: str, now_s: float) -> None:
         """Tells the cluster, beside all plans, not to use a host; again after ``_AGAIN_S`` if it is still there."""
-        if now_s - self._told_s.get(host, float("-inf")) >= _AGAIN_S:
-            self._told_s = {each: at_s for each, at_s in self._told_s.items() if now_s - at_s < _AGAIN_S}
-            self._told_s[host] = now_s
-            self._aside(f"{host} is not taken out", self._cluster.take_out((host,), reason))
+        self._aside(f"{host} is not taken out", lambda: self._cluster.take_out((host,), reason), now_s)
 
-    def give_up(self, workload: str, hosts: tuple[str, ...], reason: str) -> None:
-        """Tells the cluster that a job has failed for good."""
-        self._aside(f"the cluster does not know that {workload} is stopped", self._cluster.give_up(hosts, reason))
+    def give_up(self, hosts: tuple[str, ...], reason: str, now_s: float) -> None:
+        """Tells the cluster that the job of these hosts has failed for good; again after ``_AGAIN_S``, because it may
+        be away."""
+        what = "the cluster does not know that the job is given up"
+        self._aside(what, lambda: self._cluster.give_up(hosts, reason), now_s)
 
-    def _aside(self, what: str, work: Coroutine[Any, Any, str]) -> None:
-        if what in self._asides:
-            work.close()
+    def _aside(self, what: str, work: Callable[[], Coroutine[Any, Any, str]], now_s: float) -> None:
+        if what in self._asides or now_s - self._told_s.get(what, float("-inf")) < _AGAIN_S:
             return
+        self._told_s = {each: at_s for each, at_s in self._told_s.items() if now_s - at_s < _AGAIN_S}
+        self._told_s[what] = now_s
 
         async def run() -> None:
             try:
-                if problem := await asyncio.wait_for(work, _ASIDE_S):
+                if problem := await asyncio.wait_for(work(), _ASIDE_S):
                     logger.error("%s: %s", what, problem)
             except asyncio.TimeoutError:
                 logger.error("%s within %.0f s", what, _ASIDE_S)

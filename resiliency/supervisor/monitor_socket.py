@@ -128,7 +128,7 @@ class MonitorSocket:
             if self._service() is not service or not (self._node or service.is_current(self)):
                 return
             message = unpack(_text(received))
-            if self._node and isinstance(message, (Report, Observed)):
+            if self._node:
                 service.node_says(self._node, message)
             elif isinstance(message, Report):
                 service.report(self, message)

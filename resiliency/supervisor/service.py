@@ -25,6 +25,7 @@ from resiliency.runtime.messages.monitor import (
     NO_PLAN,
     Ask,
     Desired,
+    Message,
     Observed,
     Report,
     StepEnded,
@@ -87,6 +88,8 @@ _SEEN_BY_MONITORS = frozenset(
     }
 )
 
+#: How the reason of a cordon begins that is the cluster's, and ends with what the cluster wants. It is stored with it.
+_BY_CLUSTER = "the cluster wants it empty: "
 _SEEN_ON_NODES = frozenset({ObservationKind.HOST_UNHEALTHY, ObservationKind.DEVICE_FAULT, ObservationKind.DRAIN})
 
 
@@ -213,8 +216,8 @@ class Service:
         self._node_problems: dict[str, str] = {}
         #: Workloads that an operator has stopped, and may start again.
         self._stopped_by_hand: set[str] = set()
-        #: Hosts that are cordoned because the cluster wants them empty.
-        self._cordoned: set[str] = set()
+        #: Why workloads were stopped for good otherwise.
+        self._given_up: dict[str, str] = {}
         self._actuator = Actuator(
             hook=() if hook is None else tuple(hook.command),
             cluster=self._cluster,
@@ -447,6 +450,9 @@ class Service:
                 if name in self._facts and placed(name) is None:
                     # A spare that has died, or a host that could not be taken out when it was replaced.
                     self._actuator.take_out(name, "it is not heard of any more", now_s)
+        if self._given_up and self.leads() and self.ended is not None and not self.decided.all_is_done:
+            # Not while another workload may need the hosts, and not when they are told that the job is completed.
+            self._actuator.give_up(tuple(self._heard), "; ".join(self._given_up.values()), now_s)
         for name in self.sensor.forgotten(now_s):
             if placed(name) is None:
                 self.sensor.forget(name)
@@ -493,7 +499,7 @@ class Service:
                 self._hangs.forget(name)
                 self._stragglers.forget(name)
                 if workload.state is WorkloadState.STOPPED and name not in self._stopped_by_hand:
-                    self._actuator.give_up(name, tuple(self._heard), workload.reason)
+                    self._given_up[name] = workload.reason
         if self.decided.all_is_done != was_done:
             concerned.update(self._heard)  # hosts without a place may end too, or are wanted again
         self._asks = self.decided.asks()
@@ -815,17 +821,18 @@ class Service:
                 self.sensor.cordon(link.host, plain_line(one.detail) or "its monitor wants it empty", self._clock())
             self._observe(_bounded(one, link.host))
 
-    def node_says(self, node: str, message: Report | Observed) -> None:
+    def node_says(self, node: str, message: Message) -> None:
         """Handles what the watchdogs of a machine report: it concerns all hosts that run there.
 
         Raises:
             Forged: it is nothing that watchdogs see.
         """
-        hosts = [facts.host for facts in self._facts.values() if facts.node == node]
-        hosts = [host for host in hosts if host in self._heard]
         if isinstance(message, Report):
             self._node_problems[node] = message.problem  # taken with the next report of each host
             return
+        if not isinstance(message, Observed):
+            raise Forged(f"the watchdogs of a machine do not send {type(message).__name__}")
+        hosts = [each.host for each in self._facts.values() if each.node == node and each.host in self._heard]
         for one in message.observations:
             if one.host not in ("", node):
                 raise Forged(f"the watchdogs of {node} speak of {one.host}")
@@ -851,20 +858,19 @@ class Service:
 
     def _heed(self, facts: HostFacts) -> None:
         host, now_s = facts.host, self._clock()
+        known = self.sensor.host(host)
+        is_cordoned = known is not None and known.state is HostState.CORDONED
         if facts.is_gone:
-            self._cordoned.discard(host)
             detail = f"its pod was deleted (node {facts.node})"
             self._observe(Observation(kind=ObservationKind.HOST_UNHEALTHY, host=host, detail=detail))
             return
         self._begin_submitted(facts)
-        if facts.unwanted and host not in self._cordoned:
-            self._cordoned.add(host)
-            self.sensor.cordon(host, facts.unwanted, now_s)
+        if facts.unwanted and not is_cordoned:
+            self.sensor.cordon(host, _BY_CLUSTER + facts.unwanted, now_s)
             self._observe(Observation(kind=ObservationKind.DRAIN, host=host, detail=facts.unwanted))
-        elif not facts.unwanted and host in self._cordoned:
-            self._cordoned.discard(host)
-            if self.sensor.uncordon(host, now_s):
-                self._check(host, now_s)
+        elif not facts.unwanted and is_cordoned and known is not None and known.reason.startswith(_BY_CLUSTER):
+            self.sensor.uncordon(host, now_s)
+            self._check(host, now_s)
         self._due.set()
 
     def _begin_submitted(self, facts: HostFacts) -> None:
@@ -875,6 +881,7 @@ class Service:
             if known is not None and known.state.has_ended and known.job and facts.job not in ("", known.job):
                 logger.warning("%s was %s, and is begun again: %s is of a new job", spec.name, known.state, facts.host)
                 self._stopped_by_hand.discard(spec.name)
+                self._given_up.pop(spec.name, None)
                 self.controller.add(spec, self._clock())
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -999,6 +1006,7 @@ class Service:
         if not specs or (known is not None and not known.state.has_ended):
             return False
         self._stopped_by_hand.discard(name)
+        self._given_up.pop(name, None)
         self.controller.add(specs[0], self._clock())
         self._note_event(EventKind.OPERATOR, f"start {name}", workload=name)
         return True

@@ -20,7 +20,7 @@ from resiliency.monitor.watchdogs.ecc import EccWatchdog
 from resiliency.monitor.watchdogs.memory import MemoryWatchdog
 from resiliency.monitor.watchdogs.registry import WatchdogSettings, make_watchdogs
 from resiliency.monitor.watchdogs.xid import XidWatchdog
-from resiliency.runtime.messages.monitor import Ask, StepKind
+from resiliency.runtime.messages.monitor import Ask, Report, StepKind
 from resiliency.runtime.messages.observations import DeviceClass, ObservationKind
 from tests import entry_points
 from tests.monitor.monitored import Host, on_host, place
@@ -348,3 +348,24 @@ def test_memory_of_the_host_and_of_each_group_above(tmp_path: Path, version: int
     put("proc/pressure/memory", "some avg10=0.00 avg60=99.00 avg300=0 total=0\nfull avg10=0.00 avg60=77.50 total=0\n")
     (found,) = watchdog.look()
     assert found.warning and "78 %" in found.detail and not found.takes_host_out
+
+
+def test_a_monitor_that_only_watches_starts_nothing_and_its_own_end_is_no_problem_of_the_machine(
+    tmp_path: Path,
+) -> None:
+    """Else an update of the watchdogs would empty every machine."""
+
+    async def scenario(host: Host) -> None:
+        watchdog = Scripted()
+        host.watchdogs = [watchdog]
+        host.start_monitor(watch_only=True)
+        await host.supervisor.report(lambda one: True)
+        watchdog.finds = [Finding(code="79", detail="it is gone", device="gpu-1", device_class=DeviceClass.SWAP)]
+        (seen,) = await host.supervisor.observed(1)
+        assert (seen.kind, seen.host, seen.device) == (ObservationKind.DEVICE_FAULT, "host-a", "gpu-1")
+        lasting = await host.supervisor.report(lambda one: one.problem)
+        assert await host.stop_monitor() == 0
+        reports = [one for one in host.supervisor.heard if isinstance(one, Report)]
+        assert reports[-1].problem == lasting.problem and not host.launchers.drain()
+
+    on_host(tmp_path, scenario)
