@@ -104,7 +104,7 @@ class MonitorSocket:
         if not 0 < len(hello.incarnation) <= 200:
             raise Forged("an incarnation is a random text of 1 to 200 characters")
         service = self._service()
-        if service is None or not service.leads():
+        if service is None or not service.may_lead():
             raise Forged(STANDS_BY)
         self.host, self.incarnation = hello.host, hello.incarnation
         if hello.term > service.term:

@@ -75,6 +75,8 @@ class Supervisor:
         #: All workloads, when :meth:`run` has returned because they have ended.
         self.ended: tuple[Workload, ...] | None = None
         self.settings = settings
+        #: What makes the backend.
+        self.backend = CLUSTERS[settings.cluster]
         self._cluster: Cluster = NoCluster()
         self._log = log
         self.authority = Authority.of(settings)
@@ -107,7 +109,7 @@ class Supervisor:
         Raises:
             ConfigError: it cannot listen, or the stored state cannot be read.
         """
-        self._cluster, lease = CLUSTERS[self.settings.cluster](self.settings)
+        self._cluster, lease = self.backend(self.settings)
         self.lease = lease or self.lease
         app = web.Application(middlewares=[self._prove], client_max_size=_MOST_BODY_BYTES)
         add_routes(app, self)

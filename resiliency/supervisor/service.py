@@ -331,11 +331,15 @@ class Service:
     def stop(self) -> None:
         self._stopped.set()
 
+    def may_lead(self) -> bool:
+        """Whether hosts may connect: no other supervisor is known to lead. It needs them to know that it does."""
+        return self._lease.is_held() or self._lease.is_out_of_reach
+
     def leads(self) -> bool:
         """Whether this supervisor may act: no other one has taken over. To be asked right before something is sent.
 
-        While a lease cannot be reached, the supervisor goes on that most hosts with ranks are connected to: another one
-        acts through hosts alone, and a host is connected to one.
+        While a lease cannot be reached, the supervisor goes on that most hosts are connected to, spares too: another
+        one acts through hosts alone, and a host is connected to one.
         """
         if self._lease.is_held():
             return True
@@ -345,13 +349,14 @@ class Service:
         if now_s - self._counted_s < _TICK_S / 2:
             return self._has_most
         placed = {host for each in self.decided.workloads.values() if not each.state.has_ended for host in each.places}
+        hosts = placed | self._facts.keys()
         since_s = now_s - self.settings.sensor.timeout_s
         here = sum(
             heard.link is not None and heard.at_s > since_s
-            for host in placed
+            for host in hosts
             if (heard := self._heard.get(host)) is not None
         )
-        self._counted_s, self._has_most = now_s, 2 * here > len(placed)
+        self._counted_s, self._has_most = now_s, 2 * here > len(hosts)
         return self._has_most
 
     async def _keep_lease(self) -> None:

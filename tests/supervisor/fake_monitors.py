@@ -28,6 +28,7 @@ from resiliency.runtime.messages.monitor import (
     unpack,
 )
 from resiliency.runtime.messages.observations import Observation, ObservationKind
+from resiliency.supervisor.clusters.base import Cluster
 from resiliency.supervisor.model import WorkloadSpec
 from resiliency.supervisor.sensor import SensorSettings
 from resiliency.supervisor.server import Supervisor
@@ -57,9 +58,13 @@ def settings(folder: Path, *specs: WorkloadSpec, **values: Any) -> SupervisorSet
 
 
 @contextlib.asynccontextmanager
-async def leading(made: SupervisorSettings, **more: Any) -> AsyncIterator[Supervisor]:
-    """One that leads."""
+async def leading(
+    made: SupervisorSettings, *, cluster: Cluster | None = None, **more: Any
+) -> AsyncIterator[Supervisor]:
+    """One that leads, in a cluster of the test's if one is given."""
     supervisor = Supervisor(made, **more)
+    if cluster is not None:
+        supervisor.backend = lambda settings: (cluster, None)
     running = asyncio.create_task(supervisor.run())
     try:
         await until(lambda: supervisor.service is not None or running.done())

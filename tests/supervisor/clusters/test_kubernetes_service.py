@@ -16,6 +16,7 @@ from resiliency.supervisor.clusters.base import ClusterUnavailable, HostFacts, I
 from resiliency.supervisor.clusters.kubernetes import cluster as cluster_module
 from resiliency.supervisor.clusters.kubernetes.facts import FAILED
 from resiliency.supervisor.clusters.none import NoCluster
+from resiliency.supervisor.clusters.registry import CLUSTERS
 from resiliency.supervisor.model import HostState, WorkloadState
 from resiliency.supervisor.server import Supervisor
 from resiliency.supervisor.store import StateUnavailable
@@ -195,10 +196,8 @@ def secure(folder: Path, **values: Any) -> Any:
 
 @pytest.fixture
 def vouching(monkeypatch: pytest.MonkeyPatch) -> Vouching:
-    from resiliency.supervisor import server as server_module
-
     made = Vouching("abc")
-    monkeypatch.setattr(server_module, "_kubernetes", lambda settings: (made, Lease()))
+    monkeypatch.setitem(CLUSTERS, "kubernetes", lambda settings: (made, Lease()))
     return made
 
 
@@ -280,7 +279,7 @@ def test_a_lasting_problem_of_a_machine_keeps_ranks_away_until_it_is_over(tmp_pa
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        (StepEnded(plan=1, at=0, epoch=1), "do not send StepEnded"),
+        (StepEnded(plan=1, at=0, generation=1), "do not send StepEnded"),
         (Hello(version=PROTOCOL_VERSION, host="node-a", incarnation="x"), "do not send Hello"),
         (Observed(observations=(Observation(kind=ObservationKind.DRAIN, host="a"),)), "node-a speak of a"),
         (Observed(observations=(Observation(kind=ObservationKind.WORKER_LOST, workload="job"),)), "do not see"),
@@ -330,9 +329,8 @@ def test_while_the_lease_is_out_of_reach_the_one_with_most_hosts_goes_on(
     tmp_path: Path, vouching: Vouching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = Lease()
-    from resiliency.supervisor import server as server_module
 
-    monkeypatch.setattr(server_module, "_kubernetes", lambda settings: (vouching, lease))
+    monkeypatch.setitem(CLUSTERS, "kubernetes", lambda settings: (vouching, lease))
 
     async def work() -> None:
         async with leading(secure(tmp_path, workloads=[job(replicas=3)])) as supervisor:
