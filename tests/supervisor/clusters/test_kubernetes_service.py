@@ -401,7 +401,7 @@ def test_a_host_with_ranks_is_told_of_by_its_plan_alone(tmp_path: Path) -> None:
                 lost, _ = places(supervisor)
                 await lose(named, lost)
                 await replaced(supervisor, named, lost, 2)
-                assert cluster.out == [(lost,)]
+                await until(lambda: cluster.out == [(lost,)])
 
     run(work)
 
