@@ -16,7 +16,10 @@ from typing import Any, TypeVar
 
 from tests.cluster.tools import find_tools
 
-__all__ = ["ApiError", "Cluster", "CommandFailed", "Write", "address_in_pods", "wait_for"]
+__all__ = ["WRITES", "ApiError", "Cluster", "CommandFailed", "Write", "address_in_pods", "wait_for"]
+
+#: Verbs of the audit log.
+WRITES = "create", "update", "patch", "delete", "deletecollection"
 
 T = TypeVar("T")
 
@@ -35,7 +38,7 @@ class ApiError(RuntimeError):
 
 @dataclass(frozen=True)
 class Write:
-    """A request of the audit log that was to change something."""
+    """A request of the audit log."""
 
     user: str
     verb: str
@@ -201,11 +204,15 @@ class Cluster:
         """Requests that were to change something, in order, refused ones too.
 
         An entry comes some milliseconds after the answer: wait for what must come. That of a ServiceAccount is
-        "system:serviceaccount:NAMESPACE:NAME". Verbs: create, update, patch, delete, deletecollection.
+        "system:serviceaccount:NAMESPACE:NAME". Verbs: :data:`WRITES`.
         """
+        return [each for each in self.requests(user) if each.verb in WRITES and verb in (None, each.verb)]
+
+    def requests(self, user: str | None = None) -> list[Write]:
+        """As :meth:`writes`, with what ServiceAccounts that are not Kubernetes' own have read, too."""
         complete = (self.folder / "audit.log").read_text().rpartition("\n")[0]
-        writes = [_write(json.loads(line)) for line in complete.splitlines()]
-        return [each for each in writes if user in (None, each.user) and verb in (None, each.verb)]
+        requests = [_write(json.loads(line)) for line in complete.splitlines()]
+        return [each for each in requests if user in (None, each.user)]
 
 
 def _write(event: Any) -> Write:

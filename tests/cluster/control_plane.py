@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from tests.cluster.client import Cluster, wait_for
+from tests.cluster.client import WRITES, Cluster, wait_for
 from tests.cluster.kwok_stages import CONFIGURATION
 from tests.cluster.tools import find_tools
 from tests.ports import free_port
@@ -48,9 +48,11 @@ _NAMES = "DNS:localhost,DNS:kubernetes.default.svc,IP:127.0.0.1,IP:10.0.0.1"
 _AUDIT_POLICY = {
     "apiVersion": "audit.k8s.io/v1",
     "kind": "Policy",
-    "omitStages": ["RequestReceived"],
+    "omitStages": ["RequestReceived", "ResponseStarted"],
     "rules": [
-        {"level": "Metadata", "verbs": ["create", "update", "patch", "delete", "deletecollection"]},
+        {"level": "Metadata", "verbs": [*WRITES]},
+        {"level": "None", "userGroups": ["system:serviceaccounts:kube-system"]},
+        {"level": "Metadata", "userGroups": ["system:serviceaccounts"]},
         {"level": "None"},
     ],
 }

@@ -68,7 +68,8 @@ class SimulatedHost:
         """Is not heard of any more."""
         if self._task is not None:
             task, self._task = self._task, None
-            await end_tasks([task])
+            task.cancel()  # once: it has a connection to close
+            await asyncio.gather(task, return_exceptions=True)
 
     async def end(self) -> None:
         """Its pod is no more."""
@@ -153,8 +154,7 @@ class SimulatedHosts:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="simulated-hosts")
         self._thread.start()
-        for work in self._follow(), self._train():
-            asyncio.run_coroutine_threadsafe(work, self._loop)
+        self._tasks: list[asyncio.Task[None]] = self._do(self._begin())
 
     def close(self) -> None:
         self._do(self._end_all())
@@ -200,9 +200,11 @@ class SimulatedHosts:
     def _do(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
+    async def _begin(self) -> list[asyncio.Task[None]]:
+        return [asyncio.create_task(work) for work in (self._follow(), self._train())]
+
     async def _end_all(self) -> None:
-        me = asyncio.current_task()
-        await end_tasks([task for task in asyncio.all_tasks() if task is not me])
+        await end_tasks(self._tasks)
         await asyncio.gather(*(host.end() for host in self.hosts.values()))
 
     async def _train(self) -> None:

@@ -61,12 +61,9 @@ def test_of_two_dead_nodes_one_is_swapped_and_the_job_goes_on_without_the_other(
     job.until_it_trains(after=generation)
     assert len(job.places()) == 11
     job.check(before, out={before[3], before[7]}, spares=spares, nodes=nodes)
-    assert sorted((each.verb, each.resource, each.code) for each in job.writes()) == [
-        ("delete", "pods", 200),
-        ("delete", "pods", 200),
-        ("patch", "nodes", 200),
-        ("patch", "nodes", 200),
-    ]
+    # Kubernetes' own controllers change nodes, too; what meets such a change is refused and done again.
+    done = [(each.verb, each.resource, each.code) for each in job.writes() if each.code != 409]
+    assert sorted(done) == [("delete", "pods", 200)] * 2 + [("patch", "nodes", 200)] * 2
 
 
 def test_a_spare_that_dies_during_the_swap_is_replaced_by_the_other(start: Start) -> None:
@@ -100,7 +97,7 @@ def test_a_node_that_flaps_loses_nothing_and_one_that_is_swapped_stays_out(start
     job.check(before, out={before[2]}, spares=spares, nodes={node})
 
 
-@pytest.mark.parametrize("keep_state", [True, False], ids=["kept", "lost"])
+@pytest.mark.parametrize("keep_state", [pytest.param(True, marks=pytest.mark.nightly), False], ids=["kept", "lost"])
 def test_a_supervisor_that_is_killed_with_a_node_goes_on_with_the_swap(start: Start, keep_state: bool) -> None:
     job = start(spares=1)
     before, spares, generation = job.places(), job.ready_spares(), job.generation()
@@ -131,9 +128,10 @@ def test_a_leader_that_is_stopped_past_its_lease_does_nothing_afterwards(start: 
     job.check(before, out={before[4], before[9]}, spares=spares, nodes=nodes)
     assert job.highest_terms() == {term}
     assert leader.writes() == []
-    assert len(other.writes()) == 4
+    assert len([each for each in other.writes() if each.code == 200]) == 4
 
 
+@pytest.mark.nightly
 def test_a_node_that_others_change_all_the_time_is_taken_out_and_given_back(start: Start) -> None:
     job = start(spares=1)
     before, spares, generation = job.places(), job.ready_spares(), job.generation()
@@ -148,9 +146,10 @@ def test_a_node_that_others_change_all_the_time_is_taken_out_and_given_back(star
     wait_for("it is given back", lambda: job.taken_out() == set())
     found = job.cluster.get(f"/api/v1/nodes/{node}")
     assert "unschedulable" not in found["spec"]
-    assert "resiliency/quarantined-until" not in found["metadata"]["annotations"]
+    assert "resiliency/reason" not in found["metadata"]["annotations"]
 
 
+@pytest.mark.nightly
 def test_a_token_that_is_no_good_any_more_is_read_again(start: Start) -> None:
     job = start(spares=1)
     before, spares, generation = job.places(), job.ready_spares(), job.generation()
@@ -163,6 +162,7 @@ def test_a_token_that_is_no_good_any_more_is_read_again(start: Start) -> None:
     job.check(before, out={before[8]}, spares=spares, nodes=nodes)
 
 
+@pytest.mark.nightly
 def test_without_its_rights_the_swap_works_and_the_rest_is_done_when_they_are_back(start: Start) -> None:
     job = start(spares=1)
     before, spares, generation = job.places(), job.ready_spares(), job.generation()
@@ -180,7 +180,7 @@ def test_without_its_rights_the_swap_works_and_the_rest_is_done_when_they_are_ba
     assert "cannot delete resource" in job.logs()
 
 
-@pytest.mark.parametrize("how", ["eviction", "preemption"])
+@pytest.mark.parametrize("how", ["eviction", pytest.param("preemption", marks=pytest.mark.nightly)])
 def test_a_pod_that_the_cluster_takes_is_swapped_and_its_node_stays_in_use(start: Start, how: str) -> None:
     job = start(spares=1)
     before, spares, generation = job.places(), job.ready_spares(), job.generation()
@@ -193,6 +193,7 @@ def test_a_pod_that_the_cluster_takes_is_swapped_and_its_node_stays_in_use(start
     assert job.writes() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["suspend", "delete"])
 def test_a_jobset_that_its_user_takes_away_and_brings_back_begins_again(start: Start, how: str) -> None:
     job = start(spares=1)
@@ -207,6 +208,7 @@ def test_a_jobset_that_its_user_takes_away_and_brings_back_begins_again(start: S
     assert job.writes() == []
 
 
+@pytest.mark.nightly
 def test_two_releases_on_the_same_nodes_leave_each_other_alone(
     start: Start, release: SimulatedRelease, forks: Zygote, tmp_path: Path
 ) -> None:
@@ -224,26 +226,30 @@ def test_two_releases_on_the_same_nodes_leave_each_other_alone(
 
 
 @pytest.mark.long
-def test_a_hot_swap_needs_no_api_server_and_what_it_has_missed_is_read_again(
+def test_a_hot_swap_needs_no_api_server_and_one_that_has_forgotten_all_versions_is_followed_again(
     own_control_plane: ControlPlane, forks: Zygote, tmp_path: Path
 ) -> None:
     rig = Rig(own_control_plane, tmp_path)
     release = SimulatedRelease(rig, tmp_path / "r", forks, nodes=16, hosts=12)
-    with running(release, spares=3) as job:
-        for number, away in enumerate((own_control_plane.frozen_api_server, own_control_plane.without_api_server)):
-            before, spares, generation = job.places(), job.ready_spares(), job.generation()
-            nodes = {job.node_of(host) for host in before[4:5]}
-            with away():
-                job.simulated.kill(before[4:5])
-                job.until_steps_after(generation)
-                if number:
-                    own_control_plane.forget_history()
-            job.until_it_trains(after=generation)
-            new = set(job.places()) - set(before)
-            assert len(new) == 1 and new < set(spares)
-            job.check(before, out=before[4:5], spares=new, nodes=job.taken_out() | nodes)
-        job.evict(job.places()[7])  # it is followed again
-        job.until_it_trains(after=generation + 1)
+    with running(release, spares=2) as job:
+        before, spares, generation = job.places(), job.ready_spares(), job.generation()
+        nodes = {job.node_of(before[4])}
+        with own_control_plane.frozen_api_server():
+            job.simulated.kill(before[4:5])
+            job.until_steps_after(generation)
+            assert job.writes() == []
+        job.until_it_trains(after=generation)
+        (new,) = set(job.places()) - set(before)
+        job.check(before, out=before[4:5], spares={new}, nodes=nodes)
+
+        with own_control_plane.without_api_server():
+            job.until_steps(20)
+            own_control_plane.forget_history()
+        before, generation = job.places(), job.generation()
+        drained = job.node_of(before[7])
+        job.cluster.kubectl("cordon", drained)
+        job.until_it_trains(after=generation)
+        job.check(before, out=before[7:8], spares=set(spares) - {new}, nodes={*nodes, drained})
 
 
 @contextlib.contextmanager
