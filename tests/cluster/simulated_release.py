@@ -138,20 +138,22 @@ class SimulatedJob:
 
     # -- what is there ------------------------------------------------------------------------------------------------
 
-    def status(self) -> dict[str, Any]:
+    def status(self, *, hosts: bool = True) -> dict[str, Any]:
         """Of the supervisor that leads."""
-        return wait_for("a supervisor that leads", self._status)
+        found = wait_for("a supervisor that leads", lambda: self._status(hosts))
+        assert found is not None
+        return found
 
-    def _status(self) -> dict[str, Any] | None:
+    def _status(self, hosts: bool) -> dict[str, Any] | None:
         for each in self.supervisors:
             assert each.process.returncode in (None, -9), each.log.read_text()
             if each.process.returncode is None and not _is_stopped(each.process.pid):
                 with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
-                    return each.status()
+                    return each.status(hosts=hosts)
         return None
 
     def workload(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.status()["workloads"][0]
+        found: dict[str, Any] = self.status(hosts=False)["workloads"][0]
         return found
 
     def generation(self) -> int:
@@ -208,7 +210,7 @@ class SimulatedJob:
                 raise OSError(
                     f"{workload['state']} in generation {generation} with {steps} steps: {workload['reason']}"
                 )
-            ready = self.status()["host_states"].get("ready", 0)
+            ready = self.status(hosts=False)["host_states"].get("ready", 0)
             if ready < whole:
                 raise OSError(f"{ready} of {whole} hosts are ready")
             return generation
