@@ -63,6 +63,8 @@ logger = logging.getLogger(__name__)
 #: Seconds for a listening agent to answer Hello, in addition to those that it may take to finish its work.
 _HELLO_TIMEOUT_S = 30.0
 _CONNECT_TRIES = 5
+#: Seconds that an agent which ends may hold the address while it answers no Hello, and the first pause between tries.
+_ENDING_S, _FIRST_PAUSE_S = 15.0, 0.02
 #: After more than this many lost agents within the window, no other one is started until the window has passed.
 _MAX_LOSSES = 3
 _LOSS_WINDOW_S = 120.0
@@ -152,14 +154,21 @@ class AgentClient:
                 or no agent can be started.
         """
         close_when_left(self, lambda client: client.close(timeout_s=_LEAVE_TIMEOUT_S))
-        closed, why = 0, OSError("not tried")
-        for _ in range(_MAX_LOSSES):
+        why, failures, pause_s = OSError("not tried"), 0, _FIRST_PAUSE_S
+        pause, ending_until_s = threading.Event(), time.monotonic() + _ENDING_S
+        while failures < _MAX_LOSSES:
             try:
                 self._connect()
             except AgentError:
                 raise
             except OSError as error:
-                closed, why = closed + isinstance(error, _HelloRefused), error
+                why = error
+                if isinstance(error, _HelloRefused) and time.monotonic() < ending_until_s:
+                    # An agent of an earlier job that ends. It holds the address until it has done its last work.
+                    pause.wait(pause_s)
+                    pause_s = min(2 * pause_s, 1.0)
+                    continue
+                failures += 1
                 logger.info(
                     "rank %d: the checkpoint agent of %s did not start (%s)",
                     self.rank,
@@ -177,7 +186,7 @@ class AgentClient:
                 raise
             self._thread = thread
             return
-        if closed == _MAX_LOSSES:
+        if isinstance(why, _HelloRefused):
             self._refuse_to_share()
         raise AgentError(
             f"rank {self.rank}: no checkpoint agent can be started for {self.config.local.address}: {why}; see the"

@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="URL",
-        help="https://HOST:PORT of the supervisor; when there are several, each with its own state file, repeat the"
+        help="https://HOST:PORT of the supervisor; when there are several, repeat the"
         " option or put commas between the addresses (default: RESILIENCY_SUPERVISOR)",
     )
     parser.add_argument(

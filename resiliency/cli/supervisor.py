@@ -30,7 +30,7 @@ UrlOption = Annotated[
         "--supervisor",
         "-s",
         metavar="URL",
-        help="Address of the supervisor. When there are several, each with its own state file, repeat the option or put"
+        help="Address of the supervisor. When there are several, repeat the option or put"
         " commas between the addresses; the one that leads is asked.",
         envvar="RESILIENCY_SUPERVISOR",
         show_envvar=True,

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from resiliency.errors import ResiliencyError
+from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.faultpoints import hit
 from resiliency.supervisor.sqlite_store import SqliteStore
 from resiliency.supervisor.store import LeadershipLost
@@ -153,7 +153,10 @@ class SqliteLease:
 
     def _read(self) -> _Row:
         with self._store.reading() as db:
-            return _Row(*db.execute("SELECT term, holder, lease_s, renewals FROM lease").fetchone())
+            row = db.execute("SELECT term, holder, lease_s, renewals FROM lease").fetchone()
+        if row is None:
+            raise ConfigError(self._store.damaged("it has no lease"))
+        return _Row(*row)
 
     def _set(self, what: str, values: tuple[object, ...]) -> bool:
         """Changes the row if it is still as expected; False when it is not."""

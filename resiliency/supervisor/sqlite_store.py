@@ -88,7 +88,7 @@ class SqliteStore:
             ) from error
         except sqlite3.DatabaseError as error:
             self._db.close()
-            raise ConfigError(self._damaged(str(error))) from error
+            raise ConfigError(self.damaged(str(error))) from error
         except BaseException:
             self._db.close()
             raise
@@ -98,7 +98,7 @@ class SqliteStore:
         self._db.execute("PRAGMA synchronous=FULL")
         (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
-            raise ConfigError(self._damaged(found))
+            raise ConfigError(self.damaged(found))
         if self._schema() == SCHEMA_VERSION:
             return  # without a write: a leader that was stopped in a write must not keep others from standing by
         with self._exclusively():
@@ -121,7 +121,7 @@ class SqliteStore:
             raise ConfigError(f"{self.path} is a database of something else; pass another file with `state`")
         return int(self._meta("schema")) if tables else 0
 
-    def _damaged(self, why: str) -> str:
+    def damaged(self, why: str) -> str:
         return (
             f"the state file {self.path} is damaged ({why}). Put back a copy of it, or move it away together with"
             f" {self.path}-wal and {self.path}-shm and start again: hosts then join anew, and workloads begin a new"
@@ -131,7 +131,7 @@ class SqliteStore:
     def _meta(self, key: str) -> str:
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         if row is None:
-            raise ConfigError(self._damaged(f"it has no {key}"))
+            raise ConfigError(self.damaged(f"it has no {key}"))
         return str(row[0])
 
     def close(self) -> None:
@@ -146,13 +146,15 @@ class SqliteStore:
 
         Raises:
             StateUnavailable: it cannot be read or written now.
-            StateFileGone: it is not in its place any more.
+            StateFileGone: it is not in its place any more, or it is damaged.
         """
         with self._lock:
             try:
                 self._see_that_it_is_there()
                 yield self._db
             except (sqlite3.Error, OSError) as error:
+                if type(error) is sqlite3.DatabaseError:  # its subclasses are about locks, full disks, wrong words
+                    raise StateFileGone(self.damaged(str(error))) from error
                 raise StateUnavailable(f"the state file {self.path} cannot be used now: {error}") from error
 
     @contextmanager
@@ -209,7 +211,7 @@ class SqliteStore:
             try:
                 found.append(from_jsonable(kind, json.loads(text)))
             except (ValueError, RecursionError) as error:
-                raise ConfigError(self._damaged(f"{key} of {table}: {error}")) from error
+                raise ConfigError(self.damaged(f"{key} of {table}: {error}")) from error
         return found
 
     def commit(

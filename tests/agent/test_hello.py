@@ -168,3 +168,20 @@ def test_an_agent_that_has_ended_welcomes_nobody(config: AgentConfig) -> None:
     server._listener.shutdown(socket.SHUT_RDWR)
     serving.join(10)
     server._listener.close()
+
+
+def test_an_agent_that_ends_is_waited_for_and_is_no_other_job(config: AgentConfig, listener: socket.socket) -> None:
+    """It holds the address until its last work is done, and answers no Hello; then comes the next one."""
+
+    def agent() -> None:
+        for _ in range(6):
+            accept(listener).close()
+        with accept(listener) as connection:
+            connection.sendall(WELCOME)
+            connection.recv(1)
+
+    thread, client = in_thread(agent), client_of(config)
+    client.open()
+    client.close(timeout_s=10)
+    thread.join(10)
+    assert not thread.is_alive()

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from resiliency import faultpoints
+from resiliency.errors import ConfigError
 from resiliency.supervisor import lease as lease_module
 from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.lease import SqliteLease
@@ -244,3 +245,20 @@ def test_a_process_that_is_stopped_in_the_middle_of_an_act_does_not_go_on_with_i
         store.commit(later, Changes())
         lease.release()
         store.close()
+
+
+def test_a_file_that_is_damaged_in_use_ends_the_supervisor_with_the_reason(two: Two, tmp_path: Path) -> None:
+    """It would never lead again, nor let another one, if it waited for the file to get well."""
+    two.leader.acquire()
+    for name in ("s.db-wal", "s.db"):
+        with open(tmp_path / name, "r+b") as file:
+            file.write(b"\xff" * 16384)
+    with pytest.raises(StateFileGone, match="damaged"):
+        two.other.acquire()
+
+
+def test_a_file_without_its_lease_is_called_damaged(two: Two, tmp_path: Path) -> None:
+    with two.stores[0].writing() as db:
+        db.execute("DELETE FROM lease")
+    with pytest.raises(ConfigError, match="damaged .it has no lease"):
+        two.leader.acquire()
