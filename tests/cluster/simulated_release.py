@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from resiliency.testing.zygote import Zygote
-from tests.cluster.client import ApiError, Write, wait_for
+from tests.cluster.client import ApiError, CommandFailed, Write, wait_for
 from tests.cluster.rig import Rig
 from tests.cluster.simulated_hosts import SimulatedHosts
 from tests.cluster.supervisors import Identity, SupervisorProcess
@@ -120,7 +120,7 @@ class SimulatedJob:
         for each in self.supervisors:
             each.kill()
         release = self.release
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(CommandFailed):  # the test has removed the JobSet
             self.cluster.helm("uninstall", self.name, "-n", release.jobs)
         self._delete_pods()
         wait_for("no pod is left", lambda: not self.cluster.pods(release.jobs) or self._delete_pods())
