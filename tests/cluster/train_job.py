@@ -72,7 +72,9 @@ def main() -> None:
         accelerator="cpu",
         devices=args.devices,
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
-        strategy=DDPStrategy(timeout=timedelta(seconds=60)),
+        # DDP orders its gradients anew after its first step, unless it looks for unused parameters. With three ranks the
+        # order decides in which order they are added up, so that the first step of a resumed run is rounded differently.
+        strategy=DDPStrategy(timeout=timedelta(seconds=60), find_unused_parameters=True),
         max_steps=args.steps,
         max_epochs=-1,
         default_root_dir=args.folder,
