@@ -212,6 +212,8 @@ class Service:
         self._cluster = cluster or NoCluster()
         #: What the cluster says about hosts, also about those that have not connected.
         self._facts: dict[str, HostFacts] = {}
+        #: Hosts that are no more, as the cluster says. They are forgotten when their places are given to others.
+        self._gone: set[str] = set()
         #: Why hosts on a machine cannot have ranks, as its watchdogs say; "": they can.
         self._node_problems: dict[str, str] = {}
         #: Workloads that an operator has stopped, and may start again.
@@ -458,8 +460,10 @@ class Service:
         if self._given_up and self.leads() and self.ended is not None and not self.decided.all_is_done:
             # Not while another workload may need the hosts, and not when they are told that the job is completed.
             self._actuator.give_up(tuple(self._heard), "; ".join(self._given_up.values()), now_s)
-        for name in self.sensor.forgotten(now_s):
+        ended = [name for name in self._gone if (one := self._heard.get(name)) is None or one.link is None]
+        for name in [*self.sensor.forgotten(now_s), *ended]:
             if placed(name) is None:
+                self._gone.discard(name)
                 self.sensor.forget(name)
                 if (gone := self._heard.pop(name, None)) is not None:
                     self._count_devices(gone, None)
@@ -856,6 +860,7 @@ class Service:
         """Handles what the cluster says about a host: that it is to be emptied, or is no more."""
         if facts.is_gone:
             self._facts.pop(facts.host, None)
+            self._gone.add(facts.host)
         else:
             self._facts[facts.host] = facts
         if self.sensor.host(facts.host) is not None:

@@ -186,7 +186,7 @@ def test_a_newer_pod_of_the_same_name_is_never_deleted(server: Server) -> None:
             server.delete_pod("a")
             server.add_pod("a", node)
             assert await made.take_out(["a"], "it is silent") == ""
-            assert server.writes(2)[1] == ("DELETE", "pods/a", 409) and server.pods() == {"a"}
+            assert server.writes() == [] and server.pods() == {"a"}
             await made.close()
 
     run(work)

@@ -388,6 +388,8 @@ def test_a_spare_that_dies_is_taken_out_and_again_while_its_pod_is_there(
                 told = len(cluster.out)
                 await asyncio.sleep(2 * TIMEOUT_S)
                 assert len(cluster.out) == told
+                service = supervisor.service
+                assert service is not None and service.sensor.host("c") is None, "it never comes back"
 
     run(work)
 

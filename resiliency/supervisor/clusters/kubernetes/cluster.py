@@ -199,7 +199,10 @@ class KubernetesCluster:
         return "; ".join(problem for problem in problems if problem)
 
     async def _take_out(self, host: str, reason: str) -> str:
-        pod = self._pods.get(host)
+        try:
+            pod = await self._present(host)
+        except ApiError as error:
+            return str(error)
         if pod is None:
             return ""  # it is gone
         node = self._nodes.get(pod.node)
@@ -219,6 +222,20 @@ class KubernetesCluster:
             return str(error)
         logger.warning("node %s is cordoned and pod %s deleted: %s", pod.node, host, reason or "replaced")
         return ""
+
+    async def _present(self, host: str) -> Pod | None:
+        """The host's pod as it is now: the watch may be behind, and a pod that was evicted meanwhile has left a node
+        that is well."""
+        known = self._pods.get(host)
+        if known is None:
+            return None
+        try:
+            pod = pod_of(await self._api.request("GET", f"/api/v1/namespaces/{self._namespace}/pods/{host}"))
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+        return pod if pod is not None and pod.uid == known.uid else None
 
     async def _change_node(self, name: str, patch: Callable[[dict[str, Any]], dict[str, Any] | None]) -> None:
         path = f"/api/v1/nodes/{name}"
