@@ -8,13 +8,15 @@ not do: the system then gives them to another thread of the process, and Python 
 
 from __future__ import annotations
 
+import signal
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-__all__ = ["to_thread"]
+__all__ = ["raised_by_a_handler", "to_thread"]
 
 Result = TypeVar("Result")
 
@@ -71,3 +73,11 @@ def to_thread(
         raise failure
     finally:
         del failure  # else the error and this frame keep each other, and all frames of the call
+
+
+def raised_by_a_handler(error: BaseException) -> bool:
+    """Whether a handler of a signal has raised the error, as its traceback shows: for code on the main thread that must
+    go on after any other error. A handler that is no function is not recognized."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {code for handler in handlers if (code := getattr(handler, "__code__", None)) is not None}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -35,7 +35,7 @@ from resiliency.storage.manifest import EVENTS_DIR, META_DIR
 from resiliency.storage.names import link_symbolically
 from resiliency.storage.stage import Stage
 from resiliency.storage.stock import is_stock
-from resiliency.to_thread import to_thread
+from resiliency.to_thread import raised_by_a_handler, to_thread
 
 if TYPE_CHECKING:
     from resiliency.callbacks._stock import StockModelCheckpoint
@@ -646,13 +646,19 @@ class CheckpointSaver:
             )
         except ConfigError as error:
             return self._write_as_stock(state, names, error)
-        except ResiliencyError:
+        except (ResiliencyError, OSError) as error:
+            if raised_by_a_handler(error):
+                raise
             logger.warning(
                 "no checkpoint at step %d; training goes on, the next save tries again",
                 trainer.global_step,
                 exc_info=True,
             )
             ticket = None
+        except Exception as error:  # Boundary: a state may hold anything, and training outlives a save of it.
+            if raised_by_a_handler(error):
+                raise
+            return self._write_as_stock(state, names, error)
         if ticket is None:
             self._not_saved(names)
             return False

@@ -240,7 +240,7 @@ class Service:
         #: Since when a transaction has been written; None: none is.
         self._writes_since_s: float | None = None
         self._inject_at_s = now_s + settings.fault_injection_period_s
-        #: When it was counted whether most hosts with ranks are connected, and whether they were.
+        #: When it was counted whether most hosts are connected, and whether they were.
         self._counted_s, self._has_most = float("-inf"), False
         #: Whether hosts were told nothing because they may have ranks that are not known here.
         self._offers_held = False
@@ -373,7 +373,7 @@ class Service:
                     logger.error(
                         "the lease cannot be renewed: %s; nothing is done once it has run out%s",
                         error,
-                        ", unless most hosts with ranks stay connected" if self._lease.is_out_of_reach else "",
+                        ", unless most hosts stay connected" if self._lease.is_out_of_reach else "",
                     )
                 problem = str(error)
             else:

@@ -20,7 +20,6 @@ import torch
 from resiliency.callbacks import goodput
 from resiliency.callbacks.model_checkpoint import build
 from resiliency.checkpoint.checkpointer import Checkpointer
-from resiliency.errors import TierError
 from resiliency.storage.stage import Stage
 from tests.callbacks.harness import NAMESPACES, content, differences, loader, make_net, make_trainer, names, ours, stock
 
@@ -254,7 +253,7 @@ def test_a_save_by_a_wrapper_that_fails_is_tried_again(tmp_path: Path, monkeypat
 
     def full(self: Checkpointer, *arguments: Any, **further: Any) -> Any:
         if left and left.pop():
-            raise TierError("No space left on device", retryable=True)
+            raise OSError(28, "No space left on device")
         return real(self, *arguments, **further)
 
     monkeypatch.setattr(Checkpointer, "save", full)

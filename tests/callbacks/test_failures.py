@@ -244,6 +244,22 @@ def test_what_a_signals_handler_raises_in_a_save_ends_the_fit(
         signal.signal(signal.SIGALRM, before)
 
 
+def test_an_error_of_a_save_that_nobody_has_foreseen_ends_no_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A state may hold anything. What the engine cannot save is written as the stock class does."""
+
+    def save(*arguments: Any, **further: Any) -> Any:
+        raise RecursionError("of the state")
+
+    monkeypatch.setattr(Checkpointer, "save", save)
+    trainer = make_trainer(PL, [ours(PL, tmp_path, **EVERY)], root=tmp_path)
+    trainer.fit(make_net(PL), loader())
+    assert trainer.global_step == 12 and "of the state" in caplog.text
+    (newest,) = tmp_path.glob("*step=12.ckpt")
+    assert torch.load(newest, weights_only=False)["global_step"] == 12
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "at"),
     [
