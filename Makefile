@@ -5,6 +5,7 @@
 # make conformance   Lightning's own tests with our classes in place, where they lie in ../shared/conformance
 # make demo    a training job whose processes are killed ends as if nothing had happened; another one outlives its hosts
 # make bench   the checkpoint benchmark
+# make gpu     what the engine does on one GPU, in one table; GPU_PY=python3 where torch is installed for all, GPU="--device cpu" without a GPU
 # make clean   remove what the above made
 
 SHELL := /bin/bash
@@ -29,7 +30,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 # The tests start hundreds of interpreters: with this variable set each of them would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup test quick lint collected conformance demo bench clean
+.PHONY: help setup test quick lint collected conformance demo bench gpu clean
 
 help:
 	@grep -E '^# make' Makefile | cut -c3-
@@ -99,6 +100,12 @@ demo: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) -m benchmarks.checkpoint
+
+# Without setup: a machine with a GPU may have no network, and has its own torch.
+GPU ?=
+GPU_PY ?= $(PY)
+gpu:
+	$(GPU_PY) -m benchmarks.gpu $(GPU)
 
 clean:
 	rm -rf $(VENV) build dist demo-run *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis lightning_logs
