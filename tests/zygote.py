@@ -32,6 +32,10 @@ PRELOAD = [
     "tests.e2e.job",
     "tests.launch.test_run",
     "tests.plugins.resume.resume_ddp",
+    "aiohttp.web",
+    "resiliency.cli.supervisor",
+    "resiliency.supervisor.service",
+    "tests.supervisor.supervisor_command",
     # Lightning and torch import these in the first training of a process.
     "torch._dynamo",
     "torch.profiler",

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from recipes.quickstart.figures import figures_of
 from recipes.quickstart.follow import Follower, Record
 from recipes.quickstart.narrate import story_table
 from recipes.quickstart.story import Deed, DeedKind, Teller, chapters_of
-from resiliency.testing.zygote import Zygote
 from tests.processes import descendant_pids
 
 ROOT = Path(__file__).parents[2]
@@ -212,37 +212,44 @@ def test_each_thing_is_told_once_and_when_it_happens() -> None:
     assert len(told) == 5
 
 
-@pytest.mark.long
-@pytest.mark.kill
-@pytest.mark.timeout(560)  # half a minute on two free cores; the rest is for busy ones
-def test_killed_training_ends_with_the_weights_of_the_undisturbed_one_and_outlives_hosts(
-    tmp_path: Path, zygote: Zygote, started_agents: None
-) -> None:
-    options = ["--steps", "18", "--every", "3", "--kills", "2", "--deadline", "250"]
-    options += ["--hosts", "2", "--between", "4", "--quarantine", "0.5", "--dwell", "5"]
-    given = {
-        "words": ["--dir", str(tmp_path / "demo"), "--seed", "1", *options],
-        "output": str(tmp_path / "output"),
-        "environment": os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
-        "cwd": str(tmp_path),
-    }
-    demo = zygote.start("tests.recipes.forked_demo:run", given)
+def demo(folder: Path, words: str) -> str:
+    """What it prints. Its runs are in the folder "demo"."""
+    command = [sys.executable, "-m", "recipes.quickstart.demo", "--dir", str(folder / "demo"), *words.split()]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        status = demo.wait(timeout_s=540)
+        output, _ = process.communicate(timeout=540)
     finally:
-        for pid in (*descendant_pids(demo.pid), demo.pid) if demo.returncode is None else ():
+        for pid in (*descendant_pids(process.pid), process.pid) if process.poll() is None else ():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    output = (tmp_path / "output").read_text()
-    assert status == 0, output
+    assert process.returncode == 0, output
+    return output
+
+
+def check_weights(folder: Path, output: str, *, kills: int, commits: int) -> None:
     assert "The weights are equal to the last bit." in output
-    assert output.count("SIGKILL to") == 2
+    assert output.count("SIGKILL to") == kills
     hashes = [
-        json.loads((tmp_path / "demo" / name / "result.json").read_text())["hash"] for name in ("undisturbed", "killed")
+        json.loads((folder / "demo" / name / "result.json").read_text())["hash"] for name in ("undisturbed", "killed")
     ]
     assert hashes[0] == hashes[1]
-    assert re.search(r"checkpoints committed\W+6\W+\d", output)
-    assert "<html" in (tmp_path / "demo" / "goodput.html").read_text()
+    assert re.search(rf"checkpoints committed\W+{commits}\W+\d", output)
+    assert "<html" in (folder / "demo" / "goodput.html").read_text()
+
+
+@pytest.mark.long
+def test_killed_training_ends_with_the_weights_of_the_undisturbed_one(tmp_path: Path) -> None:
+    output = demo(tmp_path, "--only processes --seed 1 --steps 9 --every 3 --kills 1 --deadline 150")
+    check_weights(tmp_path, output, kills=1, commits=3)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(560)
+def test_the_whole_demo_outlives_hosts(tmp_path: Path) -> None:
+    options = "--steps 18 --every 3 --kills 2 --deadline 250 --hosts 2 --between 4 --quarantine 0.5 --dwell 5"
+    output = demo(tmp_path, f"--seed 1 {options}")
+    check_weights(tmp_path, output, kills=2, commits=6)
     assert "a verified spare, takes the place of" in output and "goodput of hosts" in output
     assert re.search(r"what was done\W+hot swap onto host-\d\W+scaled down\W+scaled up", output)
     resized = [json.loads(line) for line in (tmp_path / "demo" / "hosts" / "resizes.jsonl").read_text().splitlines()]

@@ -27,8 +27,6 @@ from resiliency.testing.zygote import Zygote
 from .fake_monitors import PERIOD_S, TIMEOUT_S, until
 
 MODULE = "tests.supervisor.supervisor_command"
-#: An import of it takes half a second.
-PRELOAD = ("aiohttp.web", MODULE, "resiliency.cli.supervisor", "resiliency.supervisor.service")
 
 
 def run_command(*, words: list[str], environment: Mapping[str, str], log: str, output: str = "") -> None:
