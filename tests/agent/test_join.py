@@ -38,6 +38,7 @@ from resiliency.testing.checkpoints import (
     step_dir,
 )
 from tests.agent.sealing import config_for
+from tests.rings import few
 from tests.storage.joining import unjoined
 
 RANKS = 2
@@ -281,7 +282,10 @@ POINTS = [
 
 
 @pytest.mark.kill
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    "point",
+    few(POINTS, ["agent.join.write", "agent.join.record", "agent.committed", "agent.fsync", "agent.drop.renamed"]),
+)
 def test_an_agent_killed_on_the_way_loses_nothing_and_the_next_end_tidies_up(
     tmp_path: Path, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,6 +21,8 @@ from resiliency.storage.manifest import META_DIR
 from resiliency.storage.tiers.local import LocalTier
 
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
+#: For tests of what does not differ between the two.
+EITHER = (NAMESPACES[0], pytest.param(NAMESPACES[1], marks=pytest.mark.nightly))
 EMBEDDED = CheckpointerOptions(agent="embedded")
 #: Copies everything late, however small, so that a copy taken too late shows.
 ALL_LATE = CheckpointerOptions(agent="embedded", lazy_bytes=1)

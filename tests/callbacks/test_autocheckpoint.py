@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,14 @@ from resiliency.testing.zygote import WorkerProcess, Zygote
 from tests.callbacks.harness import names
 from tests.callbacks.preempted_job import AT
 from tests.ports import free_port
+from tests.rings import few
 
 SOON_S = 40.0
 #: What a rank logs once it has chosen, and told the others, the batch at whose end it can stop.
 NOTICED = "that the job is to go"
+
+#: Who gets the signal.
+WHOM = ("0", "1", "all", "group")
 
 
 class Job:
@@ -147,8 +152,13 @@ def weights(job: Job) -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize("whom", ["0", "1", "all", "group"])
-@pytest.mark.parametrize("moment", ["forward", "backward", "batch end", "validation"])
+@pytest.mark.parametrize(
+    ("whom", "moment"),
+    few(
+        product(WHOM, ["forward", "backward", "batch end", "validation"]),
+        [("0", "forward"), ("1", "backward"), ("all", "batch end"), ("group", "validation")],
+    ),
+)
 def test_all_ranks_save_one_step_and_leave(
     whom: str, moment: str, make: Callable[..., Job], undisturbed: dict[str, dict[str, str]]
 ) -> None:
@@ -171,8 +181,7 @@ def test_all_ranks_save_one_step_and_leave(
     assert min(map(int, job.results()[0]["hashes"])) == step + 1
 
 
-@pytest.mark.parametrize("whom", ["0", "1", "all", "group"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("whom", "workers"), few(product(WHOM, [0, 2]), [("0", 0), ("group", 2)]))
 def test_ranks_with_a_data_loader_that_is_stuck_end_in_time(
     workers: int, whom: str, make: Callable[..., Job], undisturbed: dict[str, dict[str, str]]
 ) -> None:
@@ -200,8 +209,10 @@ def test_a_rank_with_a_data_loader_that_is_stuck_saves_the_step_before(workers: 
     assert job.results()[0]["step"] == saved_step(job)[0] == AT
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("whom", ["0", "1", "all", "group"])
+@pytest.mark.parametrize(
+    ("whom", "second"),
+    few(product(WHOM, [signal.SIGTERM, signal.SIGUSR1]), [("1", signal.SIGTERM), ("all", signal.SIGUSR1)]),
+)
 def test_signals_that_follow_change_nothing(
     second: int, whom: str, make: Callable[..., Job], undisturbed: dict[str, dict[str, str]]
 ) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from resiliency.checkpoint.snapshot import Snapshot
-from tests.callbacks.harness import ALL_LATE, NAMESPACES, content, differences, make_trainer, names, ours, stock
+from tests.callbacks.harness import ALL_LATE, EITHER, content, differences, make_trainer, names, ours, stock
 
 PL = "lightning.pytorch"
 ROWS = 20_000
@@ -65,7 +65,7 @@ def check(folder: Path, taken: dict[str, Any], expected: set[str]) -> None:
         assert differences(taken[name], dict(content(folder / name)["state_dict"])) == [], name
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_an_embedding_with_max_norm_loses_no_checkpoint(
     namespace: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

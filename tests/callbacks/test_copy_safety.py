@@ -19,7 +19,7 @@ import torch
 from resiliency.checkpoint.snapshot import Snapshot
 from tests.callbacks.harness import (
     ALL_LATE,
-    NAMESPACES,
+    EITHER,
     content,
     differences,
     loader,
@@ -106,7 +106,7 @@ def train(
 
 
 @pytest.mark.parametrize("manual", ["", "wrapped", "raw"])
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 @pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization")
 def test_batchnorm_and_adam_are_saved_exactly_by_every_kind_of_optimisation(
     namespace: str, manual: str, tmp_path: Path

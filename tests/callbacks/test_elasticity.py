@@ -21,8 +21,9 @@ from lightning.pytorch.utilities import CombinedLoader
 from resiliency.callbacks import elasticity
 from resiliency.errors import ConfigError
 from resiliency.testing.zygote import Zygote
-from tests.callbacks.harness import NAMESPACES, loader, make_net, make_trainer
+from tests.callbacks.harness import EITHER, NAMESPACES, loader, make_net, make_trainer
 from tests.ports import free_port
+from tests.rings import few
 
 SAMPLES = 96
 
@@ -97,7 +98,9 @@ def once(epochs: int = 2, samples: int = SAMPLES) -> Counter[tuple[int, int]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("engine", "workers"), [(True, 0), (False, 0), (True, 2)], ids=["engine", "stock checkpoints", "loader workers"]
+    ("engine", "workers"),
+    few([(True, 0), (False, 0), (True, 2)], [(True, 0)]),
+    ids=["engine", "stock checkpoints", "loader workers"],
 )
 def test_each_sample_is_seen_once_by_four_two_and_three_ranks(
     zygote: Zygote, tmp_path: Path, engine: bool, workers: int
@@ -112,6 +115,7 @@ def test_each_sample_is_seen_once_by_four_two_and_three_ranks(
     assert lives[2].ends[0]["step"] == 5 + 5 + 6 + 16
 
 
+@pytest.mark.nightly
 def test_without_the_callback_samples_are_lost_and_repeated(zygote: Zygote, tmp_path: Path) -> None:
     """So the test above can fail. Of ``exact_epoch=False`` too."""
     for name, callback in (("none", None), ("off", {"exact_epoch": False})):
@@ -119,7 +123,7 @@ def test_without_the_callback_samples_are_lost_and_repeated(zygote: Zygote, tmp_
         assert seen != once() and max(seen.values()) > 1
 
 
-@pytest.mark.parametrize("engine", [True, False], ids=["engine", "stock checkpoints"])
+@pytest.mark.parametrize("engine", few([True, False], [False]), ids=["engine", "stock checkpoints"])
 def test_a_second_death_at_the_new_size_goes_on_in_what_was_left(zygote: Zygote, tmp_path: Path, engine: bool) -> None:
     """The engine then restores each rank's place in the rest, stock checkpoints do not."""
     lives = [Life(4, [0, 5]), Life(2, [0, 13]), Life(2)]
@@ -159,13 +163,13 @@ def test_the_global_batch_is_kept_by_accumulation(zygote: Zygote, tmp_path: Path
         assert set(sizes.values()) == {8}, "samples of each optimizer step"
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("shuffle", few([True, False], [True]))
 def test_one_rank_has_the_order_of_several(zygote: Zygote, tmp_path: Path, shuffle: bool) -> None:
     lives = [Life(2, [0, 5]), Life(1, [0, 13]), Life(2)]
     assert live(zygote, tmp_path / "job", lives, shuffle=shuffle) == once()
 
 
-@pytest.mark.parametrize("ranks", [2, 6])
+@pytest.mark.parametrize("ranks", few([2, 6], [2]))
 def test_a_death_at_the_end_of_an_epoch_begins_the_next_one(zygote: Zygote, tmp_path: Path, ranks: int) -> None:
     """The save is that of the last batch; the epoch has fewer or more batches at the other size."""
     lives = [Life(4, None, {"epochs": 1}), Life(ranks)]
@@ -194,7 +198,7 @@ def test_incomplete_batches_are_left_out_where_the_loader_says_so(zygote: Zygote
     assert sum(seen.values()) == 24 + 24, "26 are left, 13 for each rank: 6 batches"
 
 
-@pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("namespace", EITHER)
 def test_in_a_run_without_a_resize_it_changes_nothing(zygote: Zygote, tmp_path: Path, namespace: str) -> None:
     hashes = []
     for name, callback in (("with", {"rule": "linear_lr"}), ("without", None)):

@@ -21,7 +21,18 @@ from resiliency.plugins import rank_monitor
 from resiliency.runtime import heartbeat
 from resiliency.runtime.heartbeat_files import read_heartbeats
 from resiliency.testing.rank_monitor import RankMonitorClientDouble
-from tests.callbacks.harness import NAMESPACES, differences, loader, make_net, make_trainer, names, ours, stock, weights
+from tests.callbacks.harness import (
+    EITHER,
+    NAMESPACES,
+    differences,
+    loader,
+    make_net,
+    make_trainer,
+    names,
+    ours,
+    stock,
+    weights,
+)
 
 PL = "lightning.pytorch"
 
@@ -79,7 +90,7 @@ class Io:
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_what_is_read_in_each_hook_of_a_fit(namespace: str, folder: Path, tmp_path: Path) -> None:
     at: dict[str, list[tuple[str, int]]] = {}
     saves = stock(namespace)(dirpath=tmp_path, every_n_train_steps=4, save_top_k=-1, filename="{step}")
@@ -111,7 +122,7 @@ def test_what_is_read_in_each_hook_of_a_fit(namespace: str, folder: Path, tmp_pa
     assert at["on_predict_batch_end"] == [("prediction", 12)]
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_saves_of_this_library_are_seen_and_end(namespace: str, folder: Path, tmp_path: Path) -> None:
     at: dict[str, list[tuple[str, int]]] = {}
     phases: list[str] = []
@@ -176,7 +187,7 @@ def test_a_folder_that_cannot_be_used_ends_the_fit_before_it_begins(tmp_path: Pa
     assert net.ran == 0
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_metrics_files_and_states_are_those_of_a_fit_without_it(namespace: str, folder: Path, tmp_path: Path) -> None:
     results = []
     for number, more in enumerate(([], [build(namespace)(folder)])):
@@ -235,7 +246,7 @@ def slow(namespace: str, seconds: float = 0.05) -> Any:
     return callback
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_the_rank_monitor_hears_the_sections_of_a_fit(
     namespace: str, client: RankMonitorClientDouble, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from resiliency.inspection.by_path import locate
-from tests.callbacks.harness import EMBEDDED, NAMESPACES, loader, make_net, make_trainer, names, ours
+from tests.callbacks.harness import EITHER, EMBEDDED, loader, make_net, make_trainer, names, ours
 
 PL = "lightning.pytorch"
 
@@ -28,7 +28,7 @@ def fit(namespace: str, root: Path, callbacks: list[Any], *, until: int, ckpt_pa
     return began[0]
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_a_restart_after_a_rollback_goes_on_from_what_was_saved_after_it(namespace: str, tmp_path: Path) -> None:
     folder = tmp_path / "c"
     assert fit(namespace, tmp_path, [callback(namespace, folder, 2)], until=8) == 0

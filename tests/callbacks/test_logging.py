@@ -29,7 +29,7 @@ from resiliency.callbacks._step_hooks import step_observer
 from resiliency.errors import ConfigError
 from resiliency.telemetry.step_observer import StepObserver
 from resiliency.testing.zygote import Zygote
-from tests.callbacks.harness import NAMESPACES, differences, loader, make_net, make_trainer, names, stock, weights
+from tests.callbacks.harness import EITHER, differences, loader, make_net, make_trainer, names, stock, weights
 from tests.ports import free_port
 
 PL = "lightning.pytorch"
@@ -104,7 +104,7 @@ def sleepy(namespace: str, clock: Clock, *, step: float = 0.0, validation: float
 # -- StepLoggingCallback --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_each_step_has_a_line_with_its_time(
     namespace: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
@@ -273,7 +273,7 @@ def test_each_writes_by_itself(name: str, tmp_path: Path) -> None:
     assert set(found) == ({"train/tps"} if arguments else {"train/step_time", "train/between_steps", "train/num_gpus"})
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_without_a_folder_scalars_go_to_the_trainers_own_logger(namespace: str, tmp_path: Path) -> None:
     logger = importlib.import_module(f"{namespace}.loggers").TensorBoardLogger(tmp_path / "own", name="", version="")
     callbacks = [build("TensorboardCallback", namespace)(None), build("TPSLoggingCallback", namespace)(1, 1)]
@@ -458,7 +458,7 @@ def speaking(text: str) -> Any:
     return net
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_what_is_logged_is_in_a_file_of_the_rank(namespace: str, tmp_path: Path) -> None:
     handlers = list(logging.getLogger().handlers)
     callback = build("LogDirectoryCallback", namespace)(tmp_path / "logs")
@@ -654,7 +654,7 @@ def everything(namespace: str, root: Path) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_metrics_files_and_states_are_those_of_a_fit_without_them(namespace: str, tmp_path: Path) -> None:
     results = []
     for with_them in (False, True):

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.callbacks.harness import ALL_LATE, NAMESPACES, loader, make_net, make_trainer, ours
+from tests.callbacks.harness import ALL_LATE, EITHER, loader, make_net, make_trainer, ours
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_a_late_save_is_committed_in_the_middle_of_the_next_step(namespace: str, tmp_path: Path) -> None:
     callback: Any = ours(namespace, tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}", options=ALL_LATE)
     before_the_fence: dict[int, bool] = {}

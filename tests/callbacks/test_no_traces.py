@@ -23,7 +23,7 @@ from torch.optim import optimizer as torch_optimizer
 from resiliency.callbacks.model_checkpoint import build
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.testing.zygote import Zygote
-from tests.callbacks.harness import NAMESPACES, content, differences, loader, make_net, make_trainer, names, ours, stock
+from tests.callbacks.harness import EITHER, content, differences, loader, make_net, make_trainer, names, ours, stock
 from tests.zygote import start_script
 
 PL = "lightning.pytorch"
@@ -38,7 +38,7 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("resiliency")]
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_setup_alone_leaves_nothing(namespace: str, tmp_path: Path) -> None:
     """As Lightning's own tests call it, and tools that look at a callback before they train."""
     net = make_net(namespace)
@@ -149,7 +149,7 @@ def lazy_net(namespace: str) -> Any:
     return net
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_lazy_modules_are_saved_as_with_the_stock_class(namespace: str, tmp_path: Path) -> None:
     results = []
     for make in (lambda d: stock(namespace)(d, **EVERY), lambda d: ours(namespace, d, **EVERY)):
@@ -162,7 +162,7 @@ def test_lazy_modules_are_saved_as_with_the_stock_class(namespace: str, tmp_path
     assert differences(*results) == []
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 @pytest.mark.parametrize("stage", ["fit", "validate"])
 def test_a_trainer_can_be_pickled_and_copied_afterwards(namespace: str, stage: str, tmp_path: Path) -> None:
     boring = importlib.import_module(f"{namespace}.demos.boring_classes").BoringModel
@@ -256,7 +256,7 @@ print("then:", sorted({{"gcsfs", "adlfs", "s3fs"}} & set(sys.modules)))
 
 
 @pytest.mark.filterwarnings("default:Checkpoint directory")
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_a_folder_that_is_not_empty_is_warned_of_as_by_the_stock_class(namespace: str, tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("mine")
     told = []

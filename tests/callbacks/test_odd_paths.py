@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from resiliency.checkpoint.checkpointer import Checkpointer
-from tests.callbacks.harness import EMBEDDED, NAMESPACES, loader, make_net, make_trainer, ours, stock
+from tests.callbacks.harness import EITHER, EMBEDDED, NAMESPACES, loader, make_net, make_trainer, ours, stock
 
 
 def fit(namespace: str, who: str, folder: Path, inside: str, filename: str) -> tuple[list[str], str]:
@@ -62,7 +62,7 @@ def fit(namespace: str, who: str, folder: Path, inside: str, filename: str) -> t
         "folder alone",
     ],
 )
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_checkpoints_have_the_names_that_the_stock_class_gives(
     namespace: str, inside: str, filename: str, tmp_path: Path
 ) -> None:
@@ -118,7 +118,7 @@ def test_a_name_that_the_user_has_deleted_after_a_crash_is_free(tmp_path: Path) 
     assert torch.load(tmp_path / "last.ckpt", weights_only=False)["global_step"] == 12
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 @pytest.mark.parametrize("kind", ["a file", "below a file", "long name", "long path", "loop", "none", "forbidden"])
 def test_a_place_where_no_folder_can_be_ends_the_fit_as_with_the_stock_class(
     kind: str, namespace: str, tmp_path: Path
@@ -145,7 +145,7 @@ def test_a_place_where_no_folder_can_be_ends_the_fit_as_with_the_stock_class(
     assert raised[0] == raised[1]
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_an_empty_dirpath_means_the_working_directory_as_with_the_stock_class(
     namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,7 +20,7 @@ from resiliency.state.leaf_kinds import register_leaf_kind
 from resiliency.testing.zygote import Zygote
 from tests import odd_tensors
 from tests.callbacks import odd_fits
-from tests.callbacks.harness import NAMESPACES, content, differences, loader, make_net, make_trainer, ours, stock
+from tests.callbacks.harness import EITHER, content, differences, loader, make_net, make_trainer, ours, stock
 
 
 def found(zygote: Zygote, folder: Path, **given: str) -> Any:
@@ -29,7 +29,7 @@ def found(zygote: Zygote, folder: Path, **given: str) -> Any:
     return odd_tensors.found_by(zygote, "tests.callbacks.odd_fits:run", folder, env=launched, **given)
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 @pytest.mark.parametrize("place", ["buffers", "optimizer"])
 def test_odd_tensors_are_in_the_checkpoint_as_the_stock_class_has_them(
     zygote: Zygote, namespace: str, place: str, tmp_path: Path
@@ -37,7 +37,7 @@ def test_odd_tensors_are_in_the_checkpoint_as_the_stock_class_has_them(
     assert found(zygote, tmp_path, namespace=namespace, place=place, name="") == []
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 @pytest.mark.parametrize("name", odd_fits.SOME)
 def test_a_save_that_cannot_be_taken_is_a_warning_and_an_event_and_training_goes_on(
     zygote: Zygote, namespace: str, name: str, tmp_path: Path
@@ -79,7 +79,7 @@ def parts() -> Iterator[None]:
 
 @pytest.mark.usefixtures("parts")
 @pytest.mark.parametrize("until", [4, 99], ids=["for a while", "to the end"])
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_what_only_torch_save_can_write_is_written_by_it(
     namespace: str, until: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -115,7 +115,7 @@ def test_what_only_torch_save_can_write_is_written_by_it(
 
 
 @pytest.mark.usefixtures("parts")
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_a_stock_file_takes_the_place_of_a_name_and_not_of_the_step_behind_it(
     namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

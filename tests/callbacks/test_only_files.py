@@ -21,7 +21,7 @@ from resiliency.storage.manifest import META_DIR
 from resiliency.storage.stage import Stage
 from resiliency.testing.zygote import Zygote
 from tests.callbacks.harness import (
-    NAMESPACES,
+    EITHER,
     content,
     differences,
     loader,
@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 @pytest.mark.parametrize("case", CASES)
 def test_a_folder_looks_as_stock_leaves_it(namespace: str, case: str, tmp_path: Path) -> None:
     for kind, made in (("stock", stock(namespace)), ("ours", build(namespace))):
@@ -247,7 +247,7 @@ def test_a_killed_job_keeps_its_folder_and_the_next_one_tidies_up(
 # -- while it trains ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 @pytest.mark.parametrize("case", CASES)
 def test_a_listing_in_any_hook_shows_the_checkpoints_that_it_shows_with_the_stock_class(
     namespace: str, case: str, tmp_path: Path
@@ -280,7 +280,7 @@ def test_a_listing_in_any_hook_shows_the_checkpoints_that_it_shows_with_the_stoc
     )
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 @pytest.mark.parametrize("whose", ["the module's", "a callback's"])
 def test_the_start_of_an_epoch_finds_what_the_end_of_the_one_before_has_saved(
     namespace: str, whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

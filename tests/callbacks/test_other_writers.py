@@ -17,7 +17,7 @@ import torch
 from resiliency.callbacks.model_checkpoint import build
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.plugins.checkpoint_io import build as build_io
-from tests.callbacks.harness import EMBEDDED, NAMESPACES, loader, make_net, make_trainer, names, ours, stock
+from tests.callbacks.harness import EITHER, EMBEDDED, NAMESPACES, loader, make_net, make_trainer, names, ours, stock
 
 PL = "lightning.pytorch"
 EVERY: dict[str, Any] = {"every_n_train_steps": 3, "save_top_k": -1, "filename": "{step}"}
@@ -29,7 +29,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("subclass", [True, False])
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_the_users_plugin_saves_loads_and_removes(
     namespace: str, subclass: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,7 +121,7 @@ def test_with_our_own_plugin_a_resume_is_exact_too(tmp_path: Path) -> None:
         assert trainer.global_step == 12, "the batches before the save were trained on again"
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_a_function_in_the_place_of_torch_save_is_called(
     namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -133,7 +133,7 @@ def test_a_function_in_the_place_of_torch_save_is_called(
 
 
 @pytest.mark.parametrize("where", ["instance", "class", "wrapper of the class", "module"])
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_a_function_in_the_place_of_one_of_the_stock_plugin_is_called(
     where: str, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,7 +203,7 @@ def links(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")  # as with the stock class: the folder was renamed
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_last_is_a_link_where_the_stock_class_makes_one(namespace: str, tmp_path: Path) -> None:
     def fits(kind: str, **resume: Any) -> tuple[dict[str, str], dict[str, str]]:
         made = stock(namespace) if kind == "stock" else build(namespace)
@@ -232,7 +232,7 @@ def hold(folder: Path) -> Checkpointer:
     return holder
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_beside_another_job_in_the_folder_the_stock_class_writes(
     namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

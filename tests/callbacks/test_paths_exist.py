@@ -19,7 +19,7 @@ from resiliency import faultpoints
 from resiliency.callbacks._saver import CheckpointSaver
 from resiliency.checkpoint.ticket import LOCAL
 from resiliency.errors import Timeout
-from tests.callbacks.harness import NAMESPACES, content, loader, make_net, make_trainer, ours, stock
+from tests.callbacks.harness import EITHER, content, loader, make_net, make_trainer, ours, stock
 from tests.callbacks.test_removal import Log
 
 PL = "lightning.pytorch"
@@ -63,7 +63,7 @@ def reader(namespace: str, found: list[tuple[str, str, bool]], hooks: list[str])
     return type("Reader", (base,), {hook: look(hook) for hook in hooks})()
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_every_path_is_there_in_hooks_of_other_callbacks(namespace: str, hook: str, tmp_path: Path) -> None:
     found: list[tuple[str, str, bool]] = []
@@ -208,7 +208,7 @@ def test_the_content_of_a_path_read_in_a_hook_is_that_of_its_step(tmp_path: Path
     assert [wanted for wanted, _ in steps] == [found for _, found in steps] == [2, 2, 4, 4]
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_a_logger_gets_paths_that_are_there(namespace: str, tmp_path: Path) -> None:
     found: list[tuple[str, bool]] = []
 

@@ -26,7 +26,7 @@ from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.errors import ConfigError
 from resiliency.testing.zygote import Zygote
-from tests.callbacks.harness import NAMESPACES, content, loader, make_net, make_trainer, ours, steps
+from tests.callbacks.harness import EITHER, content, loader, make_net, make_trainer, ours, steps
 from tests.ports import free_port
 
 PL = "lightning.pytorch"
@@ -113,7 +113,7 @@ def outcome(document: dict[str, Any]) -> str:
     return said
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 @pytest.mark.parametrize(("interval", "expected"), [(1, [2, 4, 6]), (2, [4]), (3, [6]), (4, [])])
 def test_every_nth_save_is_traced(tmp_path: Path, namespace: str, interval: int, expected: list[int]) -> None:
     fit(tmp_path / "ckpts", tmp_path / "made/here", interval, namespace=namespace)

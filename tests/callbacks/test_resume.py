@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from resiliency.errors import NoCheckpointFound
 from resiliency.plugins.checkpoint_io import build as build_io
 from tests.callbacks.harness import (
-    NAMESPACES,
+    EITHER,
     content,
     differences,
     loader,
@@ -51,7 +51,7 @@ def straight(namespace: str, directory: Path, *, max_steps: int = 14) -> dict[st
 
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("how", ["nothing", "last", "name", "folder", "directory"])
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_every_way_to_resume_gives_the_uninterrupted_run(how: str, namespace: str, tmp_path: Path) -> None:
     expected = straight(namespace, tmp_path / "straight")
     directory = tmp_path / "run"
@@ -148,7 +148,7 @@ def test_runs_in_one_folder_do_not_see_each_other(tmp_path: Path) -> None:
     assert {"step=4.ckpt", "step=8.ckpt", "step=4-v1.ckpt"} <= names(tmp_path)
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_a_second_fit_goes_on_with_what_is_in_memory(namespace: str, tmp_path: Path) -> None:
     """As with the stock class: not back to the last save."""
     results = []
@@ -187,7 +187,7 @@ def test_fit_after_an_exception_goes_on_in_the_same_trainer(tmp_path: Path) -> N
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need")
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_evaluation_in_a_fresh_trainer_and_of_the_best(namespace: str, tmp_path: Path) -> None:
     callback = ours(namespace, tmp_path, monitor="wave", every_n_train_steps=1, save_top_k=1, filename="{step}")
     trainer = make_trainer(namespace, [callback], root=tmp_path)
@@ -211,7 +211,7 @@ def test_evaluation_in_a_fresh_trainer_and_of_the_best(namespace: str, tmp_path:
     assert not (tmp_path / "elsewhere").exists()
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_load_from_checkpoint_reads_our_names_and_stock_files(namespace: str, tmp_path: Path) -> None:
     callback = ours(namespace, tmp_path / "ours")
     trainer = make_trainer(namespace, [callback], root=tmp_path)

@@ -17,7 +17,7 @@ import pytest
 from resiliency.callbacks.model_checkpoint import build
 from resiliency.storage.manifest import META_DIR
 from tests.callbacks.harness import (
-    NAMESPACES,
+    EITHER,
     content,
     differences,
     loader,
@@ -68,7 +68,7 @@ def other_callback(**hooks: Any) -> Any:
 # -- derived classes --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_a_derived_class_may_use_the_file_when_it_is_saved(namespace: str, tmp_path: Path) -> None:
     """An upload or a copy after ``super()._save_checkpoint``, and files of its own beside each checkpoint."""
 
@@ -356,7 +356,7 @@ def test_last_is_the_newest_file_under_its_usual_name_in_a_fit(tmp_path: Path) -
 # -- a hook that fails -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_a_save_that_a_hook_prevented_is_tried_again_when_the_exception_ends_the_fit(
     namespace: str, tmp_path: Path
 ) -> None:
@@ -384,7 +384,7 @@ def test_a_save_that_a_hook_prevented_is_tried_again_when_the_exception_ends_the
 # -- searches below the folder ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_a_search_below_the_folder_of_a_running_fit_finds_each_checkpoint_once(namespace: str, tmp_path: Path) -> None:
     """In ``.resiliency`` the same files have names of another ending."""
 

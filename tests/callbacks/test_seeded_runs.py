@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.callbacks.harness import NAMESPACES, content, differences, loader, make_net, make_trainer, names, ours, stock
+from tests.callbacks.harness import EITHER, content, differences, loader, make_net, make_trainer, names, ours, stock
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice about workers
 
@@ -23,7 +23,7 @@ def drawing(namespace: str) -> Any:
     return net
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 @pytest.mark.parametrize("settings", [{"num_sanity_val_steps": 2}, {"val_check_interval": 2}], ids=str)
 def test_a_run_with_validation_is_that_of_the_stock_class(
     namespace: str, settings: dict[str, Any], tmp_path: Path

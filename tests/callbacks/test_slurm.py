@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from resiliency.callbacks._resume import Process
-from tests.callbacks.harness import NAMESPACES, differences, loader, make_net, make_trainer, ours, stock, weights
+from tests.callbacks.harness import EITHER, differences, loader, make_net, make_trainer, ours, stock, weights
 from tests.callbacks.test_ddp import run
 from tests.zygote import Zygote
 
@@ -113,7 +113,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("auto_resume", [None, True])
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_a_later_step_of_the_run_wins_over_what_lightning_has_saved(
     namespace: str, auto_resume: bool | None, tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -128,7 +128,7 @@ def test_a_later_step_of_the_run_wins_over_what_lightning_has_saved(
     assert line.startswith("Resuming from step 6") and "hpc_ckpt_1.ckpt" in line and "auto_resume=False" in line
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_what_lightning_has_saved_wins_when_it_is_newer(
     namespace: str, tmp_path: Path, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -144,7 +144,7 @@ def test_what_lightning_has_saved_wins_when_it_is_newer(
     assert fit(namespace, tmp_path, max_steps=9).ran == 1
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 @pytest.mark.parametrize(
     ("how", "arguments"),
     [
@@ -187,7 +187,7 @@ def test_a_file_that_a_kill_has_cut_off_does_not_stand_in_the_way(
     assert "hpc_ckpt_1.ckpt" in said
 
 
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_the_signal_of_slurm_makes_the_next_step_one_of_the_run(
     namespace: str, tmp_path: Path, cluster: Cluster
 ) -> None:

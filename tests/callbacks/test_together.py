@@ -14,7 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.callbacks.harness import NAMESPACES, content, differences, loader, make_net, make_trainer, names, ours, stock
+from tests.callbacks.harness import (
+    EITHER,
+    NAMESPACES,
+    content,
+    differences,
+    loader,
+    make_net,
+    make_trainer,
+    names,
+    ours,
+    stock,
+)
 
 PL = "lightning.pytorch"
 #: (module, class, arguments; a folder's name stands for its path)
@@ -104,7 +115,7 @@ def test_alone(name: str, kind: str, without: Any, tmp_path: Path, memory: Path)
 
 @pytest.mark.parametrize("kind", ["stock", "ours"])
 @pytest.mark.parametrize("order", ["as listed", "reversed", "shuffled"])
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_all_together(namespace: str, order: str, kind: str, without: Any, tmp_path: Path, memory: Path) -> None:
     listed = list(CALLBACKS)
     if order == "reversed":

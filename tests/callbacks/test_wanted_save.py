@@ -14,7 +14,7 @@ from resiliency.callbacks.heartbeat import build as heartbeat_callback
 from resiliency.runtime import heartbeat
 from resiliency.runtime.heartbeat_page import PAGE_BYTES, PageWriter, SaveWords, WorkWords
 from resiliency.telemetry.step_observer import StepSubscriber, StepTiming
-from tests.callbacks.harness import NAMESPACES, loader, make_net, make_trainer, ours
+from tests.callbacks.harness import EITHER, NAMESPACES, loader, make_net, make_trainer, ours
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def at_batch_end(namespace: str, action: Any) -> Any:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("namespace", EITHER)
 def test_the_step_that_is_wanted_is_saved_and_said_to_be_committed(
     namespace: str, accumulate: int, saves: SaveWords, tmp_path: Path
 ) -> None:

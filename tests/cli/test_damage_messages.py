@@ -27,6 +27,7 @@ from resiliency.testing.checkpoints import (
     save_steps,
     step_dir,
 )
+from tests.rings import few
 from tests.storage.joining import save_joined
 from tests.tidying import drop_folders
 
@@ -118,7 +119,7 @@ def assert_named(texts: list[str], targets: list[Path], *, told: bool, who: str 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("files", [[MANIFEST], [RECORD], [MANIFEST, RECORD], [SHARD]], ids=" and ".join)
-@pytest.mark.parametrize("which", ["solo", "duo"])
+@pytest.mark.parametrize("which", few(["solo", "duo"], ["duo"]))
 def test_damage_of_a_step_in_a_folder_is_said_with_the_file(
     made: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, which: str, files: list[str], damage: str
 ) -> None:

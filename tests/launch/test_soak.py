@@ -22,8 +22,9 @@ import torch
 from resiliency.agent._command import AGENT_WORD
 from tests.launch import soak_job
 from tests.launch.launching import ROOT, Job
+from tests.rings import few
 
-FAULTS = int(os.environ.get("RESILIENCY_SOAK", "10"))
+FAULTS = int(os.environ.get("RESILIENCY_SOAK", "6"))
 KINDS = ("rank", "rank", "rank", "ranks", "agent", "zygote", "stop and go on", "stop", "SIGTERM")
 RANKS = 4
 
@@ -105,11 +106,11 @@ class Soak:
         return self._draw.sample(ranks, count)
 
 
+@pytest.mark.parametrize("count", few([FAULTS // 2, 25], [FAULTS // 2]))
 @pytest.mark.parametrize("stays", [True, False], ids=["restartable", "plain"])
-def test_compound_faults_change_nothing(stays: bool, tmp_path: Path, zygote: Any) -> None:
+def test_compound_faults_change_nothing(stays: bool, count: int, tmp_path: Path, zygote: Any) -> None:
     seed = int(os.environ.get("RESILIENCY_SOAK_SEED", "7"))
     draw = random.Random(f"{seed} {stays}")
-    count = FAULTS // 2
     steps = 40 + 25 * count
     flags = ["--nproc-per-node", RANKS, "--max-restarts", 20 * count, "--crash-loop", 0, "--leave-timeout", 5]
     flags += ["--hang-timeout", 3]

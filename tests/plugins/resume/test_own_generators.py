@@ -33,6 +33,7 @@ from tests.plugins.resume.resume_cases import (
     stateful_loader,
     workers,
 )
+from tests.rings import few
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # Lightning's advice about workers, logging and small data
@@ -241,7 +242,15 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+#: One of each holder of a generator, of each kind of generator, and with workers.
+FEW = {
+    *("sampler with generator", "loader with generator, workers", "noise", "nodes", "combined", "global variable"),
+    *("shuffle buffer, random", "shuffle buffer, numpy", "shuffle buffer, torch", "shuffle buffer, workers"),
+    *("collate object", "stateful dataset with generator"),
+}
+
+
+@pytest.mark.parametrize("name", few(CASES, FEW))
 def test_resumed_run_equals_the_undisturbed_one(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = CASES[name]
     epochs = {} if "max_epochs" in case.trainer else {"max_epochs": 2}

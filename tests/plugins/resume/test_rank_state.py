@@ -37,6 +37,7 @@ from tests.plugins.resume.resume_cases import (
     stateful_loader,
     workers,
 )
+from tests.rings import few
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # Lightning's advice about workers, logging and small data
@@ -145,7 +146,15 @@ CASES: dict[str, Case] = {
 SMALL = ["random sampler", "validation within the epoch", "accumulation", "stream", "stateful stream"]
 
 
-@pytest.mark.parametrize("name", CASES)
+#: One of each way in which batches are made, and of each moment that is special.
+FEW = {
+    *("random sampler", "batch sampler of the user", "stream", "stateful", "stateful stream", "combined"),
+    *("workers", "stateful, workers", "persistent workers", "workers, augmentation, reread", "opened early"),
+    *("accumulation", "validation within the epoch", "plateau by step", "max steps"),
+}
+
+
+@pytest.mark.parametrize("name", few(CASES, FEW))
 def test_resumed_run_equals_the_undisturbed_one(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     slow = "workers" in name  # starting processes takes most of the time
@@ -169,7 +178,7 @@ def test_both_packages(name: str, tmp_path: Path) -> None:
     assert_equal_to(whole, case, tmp_path, chosen(whole.saves, name), max_epochs=2)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", few(range(6), range(2)))
 def test_any_mixture(seed: int, tmp_path: Path) -> None:
     lot = random.Random(seed)
     length, batch = lot.randint(9, 30), lot.randint(2, 5)
@@ -210,7 +219,9 @@ def test_a_resumed_run_can_be_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("val", [False, True], ids=["without validation", "with validation"])
-@pytest.mark.parametrize("name", ["random sampler", "stream", "stateful stream", "combined", "workers"])
+@pytest.mark.parametrize(
+    "name", few(["random sampler", "stream", "stateful stream", "combined", "workers"], ["random sampler", "workers"])
+)
 def test_training_is_the_same_with_and_without(name: str, val: bool, tmp_path: Path) -> None:
     """Following, capturing and saving change no random number. Validation draws some, which training then lacks."""
     case = copy.copy(CASES[name])
