@@ -1,5 +1,6 @@
 # make setup   a virtual environment in .venv with everything the tests, the demo and the benchmark need
 # make test    lint and all tests (what CI runs)
+# make nightly the tests that are too long for each run: the long forms of soaks and chaos, whole products of cases, benchmarks
 # make quick   the tests of what users see and of the protocols, in a minute or so, without lint
 # make lint    ruff (rules and format), mypy --strict, import rules
 # make conformance   Lightning's own tests with our classes in place, where they lie in ../shared/conformance
@@ -30,7 +31,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist worksteal
 # The tests start hundreds of interpreters: with this variable set each of them would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup test quick lint collected conformance demo bench gpu clean
+.PHONY: help setup test nightly quick lint collected conformance demo bench gpu clean
 
 help:
 	@grep -E '^# make' Makefile | cut -c3-
@@ -72,6 +73,10 @@ lint: $(STAMP)
 test: $(STAMP)
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint collected
 	$(PYTEST)
+
+# Every one that `make test` leaves out.
+nightly: $(STAMP)
+	$(PYTEST) -m nightly
 
 # What a change breaks first: what users call and read, what is on disk, what processes tell each other.
 QUICK := tests/docs tests/compat/test_names.py tests/packaging/test_imports.py tests/preemption tests/cli/test_ckpt.py tests/cli/test_paths.py tests/cli/test_output.py \

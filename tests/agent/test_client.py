@@ -26,6 +26,7 @@ from resiliency.storage.names import read_name
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state
+from tests.rings import few
 
 SOON = timedelta(seconds=20)
 PROCESS = replace(QUICK, agent="process", drain_timeout=timedelta(seconds=10))
@@ -263,7 +264,7 @@ def test_a_stopped_agent_is_ended_and_another_takes_over(
     assert (loads(local), last_name(local)) == (100, 100)
 
 
-@pytest.mark.parametrize("flushes", [True, False])
+@pytest.mark.parametrize("flushes", few([True, False], [True]))
 def test_a_stopped_agent_is_waited_for_once(
     local: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flushes: bool
 ) -> None:

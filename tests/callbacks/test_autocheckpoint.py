@@ -273,7 +273,7 @@ def test_a_job_that_finishes_and_one_that_fails_are_as_without(make: Callable[..
     assert answer["handlers"] == [str(signal.SIG_DFL)] * 2
 
 
-@pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("namespace", few(["lightning.pytorch", "pytorch_lightning"], ["lightning.pytorch"]))
 def test_alone_it_has_a_run_of_its_own_and_resumes(namespace: str, make: Callable[..., Job]) -> None:
     job = make(ranks=1)
     job.start(moment="forward", model_checkpoint=False, namespace=namespace)
@@ -488,7 +488,7 @@ def test_a_handler_of_the_user_that_exits_does_so_when_all_is_saved(make: Callab
     assert saved_step(job)[0] > AT
 
 
-@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("ends", few([True, False], [True]))
 def test_a_notice_after_the_last_batch(ends: bool, make: Callable[..., Job]) -> None:
     """The job ends by itself, or is ended when the grace is over. Lightning's handler would wait for the other rank."""
     job = make()

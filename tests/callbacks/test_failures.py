@@ -34,6 +34,7 @@ from resiliency.storage.manifest import META_DIR
 from resiliency.storage.stage import Stage
 from tests.agent_forks import VARIABLE
 from tests.callbacks.harness import content, loader, make_net, make_trainer, names, ours, steps, stock
+from tests.rings import few
 
 PL = "lightning.pytorch"
 EVERY: dict[str, Any] = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}"}
@@ -170,7 +171,7 @@ class _RefusedSocket(socket.socket):
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
 
-@pytest.mark.parametrize("agent", ["embedded", "process"])
+@pytest.mark.parametrize("agent", few(["embedded", "process"], ["process"]))
 @pytest.mark.parametrize(
     ("owner", "name", "value", "said"),
     [
@@ -271,7 +272,7 @@ def test_an_error_of_a_save_that_nobody_has_foreseen_ends_no_fit(
     ],
     ids=["the engine starts", "a path is read", "the last save begins", "the fit ends", "the engine closes"],
 )
-@pytest.mark.parametrize("error", [TimeoutError, RuntimeError])
+@pytest.mark.parametrize("error", few([TimeoutError, RuntimeError], [TimeoutError]))
 def test_what_a_signals_handler_raises_in_a_wait_ends_the_fit(
     error: type[Exception], owner: Any, name: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,7 +433,7 @@ def hooks() -> int:
 
 
 @pytest.mark.parametrize("how", ["finished", "exception", "interrupt", "setup", "step"])
-@pytest.mark.parametrize("agent", ["embedded", "process"])
+@pytest.mark.parametrize("agent", few(["embedded", "process"], ["process"]))
 def test_nothing_is_left_behind(how: str, agent: Any, tmp_path: Path) -> None:
     """Threads, processes, /dev/shm: the fixture of all tests looks for these. Here: hooks, sockets, patches, and the trainer."""
     before, descriptors = hooks(), len(os.listdir("/proc/self/fd"))
@@ -533,7 +534,7 @@ def test_no_save_in_the_middle_of_an_accumulation(tmp_path: Path) -> None:
 # -- events of steps --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])
+@pytest.mark.parametrize("namespace", few(["lightning.pytorch", "pytorch_lightning"], ["lightning.pytorch"]))
 def test_steps_are_in_the_log_once_whatever_the_number_of_callbacks(
     namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

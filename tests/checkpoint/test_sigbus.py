@@ -21,6 +21,7 @@ from resiliency.checkpoint.arena import Arena
 from resiliency.errors import TierError
 from resiliency.storage import file_end
 from resiliency.testing.zygote import Zygote
+from tests.rings import few
 from tests.zygote import start_script
 
 Run = Callable[..., list[tuple[int, Any]]]
@@ -294,7 +295,7 @@ print(json.dumps(wrong), flush=True)
 """
 
 
-@pytest.mark.parametrize("agent", ["embedded", "process"])
+@pytest.mark.parametrize("agent", few(["embedded", "process"], ["process"]))
 def test_files_that_are_prepared_and_given_back_while_one_is_filled_end_nothing(
     run: Run, tmp_path: Path, agent: str
 ) -> None:

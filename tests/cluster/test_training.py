@@ -56,6 +56,7 @@ def test_a_node_dies_and_its_ranks_train_on_a_spare(rig: Rig, tmp_path: Path) ->
     release.until_nothing_is_left()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_without_a_spare_it_trains_with_fewer_hosts_until_the_node_is_back(rig: Rig, tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()

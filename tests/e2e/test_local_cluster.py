@@ -18,6 +18,7 @@ import torch
 from resiliency.testing.zygote import Zygote
 from tests.launch import soak_job
 from tests.launch.launching import Job
+from tests.rings import few
 
 pytestmark = [pytest.mark.kill, pytest.mark.long, pytest.mark.timeout(240)]
 
@@ -133,6 +134,7 @@ def test_without_a_spare_the_job_goes_on_with_fewer_hosts(cluster: Any) -> None:
     assert "scale_down" in job.job.text
 
 
+@pytest.mark.nightly
 def test_training_goes_on_without_the_supervisor_and_the_next_one_goes_on_with_it(cluster: Any) -> None:
     job = cluster("--nnodes", 2, "--spares", 1)
     job.wait_for(0, 20)
@@ -144,7 +146,9 @@ def test_training_goes_on_without_the_supervisor_and_the_next_one_goes_on_with_i
     job.finish(ranks=2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", few([signal.SIGTERM, signal.SIGINT], [signal.SIGTERM]), ids=lambda number: number.name
+)
 def test_nothing_is_left_when_it_is_told_to_end(number: signal.Signals, cluster: Any) -> None:
     job = cluster("--nnodes", 2, "--spares", 1)
     job.wait_for(0, 5)

@@ -48,6 +48,7 @@ def state_of(cluster: Cluster, host: str) -> Any:
     return next((each["state"] for each in cluster.status().get("hosts", []) if each["name"] == host), None)
 
 
+@pytest.mark.nightly
 def test_a_host_is_drained_and_given_back_and_the_job_is_stopped_while_it_trains(cluster: Cluster) -> None:
     """Its place goes to the spare and comes back, each time after the hook; nobody trains twice in one place."""
     cluster.wait_beyond(10)

@@ -16,6 +16,7 @@ from resiliency.checkpoint import Checkpointer
 from resiliency.checkpoint.options import LocalTierOptions
 from tests.launch.launching import wait_for
 from tests.processes import wait_ended, wait_stopped
+from tests.rings import few
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -72,7 +73,7 @@ def newest(directory: Path) -> int:
         return restored.step
 
 
-@pytest.mark.parametrize("standby", [True, False])
+@pytest.mark.parametrize("standby", few([True, False], [True]))
 def test_an_agent_is_forked_where_ranks_are(standby: bool, launch: Any, tmp_path: Path) -> None:
     flags = [] if standby else ["--no-standby"]
     job = launch(SAVING, "--nproc-per-node", 1, *flags, arguments=[tmp_path])

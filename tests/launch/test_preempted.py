@@ -14,6 +14,7 @@ from resiliency.runtime.exit_codes import PREEMPTED
 from resiliency.testing.zygote import Zygote
 from tests.launch.launching import ROOT, wait_for
 from tests.ports import free_port
+from tests.rings import few
 from tests.zygote import start_script
 
 SCRIPT = """
@@ -53,7 +54,7 @@ def main():
 """
 
 
-@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("stays", few([False, True], [True]))
 @pytest.mark.parametrize("whom", ["a rank", "the launcher"])
 def test_ranks_that_are_told_to_go_are_not_restarted_and_the_next_start_goes_on(
     whom: str, stays: bool, launch: Any, tmp_path: Path

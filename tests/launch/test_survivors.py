@@ -39,6 +39,7 @@ from resiliency.launch.run import EXIT_GAVE_UP
 from resiliency.runtime.channel import pair, receive, send
 from resiliency.testing.zygote import Zygote
 from tests.launch.launching import ROOT, run_launcher, wait_for
+from tests.rings import few
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -642,7 +643,9 @@ def test_workers_of_data_loaders_do_not_outlive_their_attempt(launch: Any, tmp_p
     assert job.left() == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", few([signal.SIGTERM, signal.SIGKILL], [signal.SIGKILL]), ids=lambda number: number.name
+)
 def test_nothing_is_left_of_ranks_that_wait_for_their_next_attempt(
     number: signal.Signals, launch: Any, tmp_path: Path
 ) -> None:

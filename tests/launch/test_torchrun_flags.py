@@ -16,6 +16,7 @@ from torch.distributed.run import get_args_parser
 
 from resiliency.launch import run
 from tests.ports import free_port
+from tests.rings import few
 
 TRAIN = """
     import os, sys
@@ -40,8 +41,8 @@ def ranks_in(text: str) -> set[str]:
 TWO = {"rank 0 of 2", "rank 1 of 2"}
 
 
-@pytest.mark.parametrize("init_method", ["env://", "tcp://localhost:PORT"])
-@pytest.mark.parametrize("flags", [[], ["--run-path"]], ids=["in a process", "run-path"])
+@pytest.mark.parametrize("init_method", few(["env://", "tcp://localhost:PORT"], ["tcp://localhost:PORT"]))
+@pytest.mark.parametrize("flags", few([[], ["--run-path"]], [[]]), ids=["in a process", "run-path"])
 def test_ranks_meet_at_the_port_that_was_asked_for(flags: list[str], init_method: str, launch: Any) -> None:
     port = free_port()
     where = ["--nproc-per-node", 2, "--master-addr", "localhost", "--master-port", port]

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from resiliency.goodput.ledger import account
 from resiliency.telemetry.reader import read_logs
 
@@ -67,6 +69,7 @@ def test_sigkill_loses_at_most_a_fraction_of_a_second(tmp_path: Path) -> None:
     assert sum(ledger.wall.values()) == ledger.wall_us
 
 
+@pytest.mark.nightly
 def test_a_long_log_is_read_quickly_in_little_memory(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("goodput_reader", ROOT / "benchmarks" / "goodput_reader.py")
     assert spec is not None and spec.loader is not None

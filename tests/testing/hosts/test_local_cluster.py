@@ -114,6 +114,7 @@ def trains(run: Run, *, hosts: int) -> bool:
     return f", {hosts} hosts)" in since and ("its ranks train" in since or "scale_up helped" in since)
 
 
+@pytest.mark.nightly
 def test_a_state_folder_can_be_used_again(start: Any) -> None:
     """The first run has completed, and its supervisor listened somewhere else."""
     for generation in (1, 2):
@@ -131,6 +132,7 @@ def test_a_state_folder_is_of_one_run_at_a_time(tmp_path: Path) -> None:
     os.close(_locked(tmp_path))
 
 
+@pytest.mark.nightly
 def test_hosts_whose_monitors_are_killed_are_gone_with_all_of_it(start: Any) -> None:
     """Two of three at once: the supervisor alone could not tell that from a network that is cut, and would wait for
     ever. At last no host is left, and the run ends."""
@@ -169,6 +171,7 @@ def test_faults_of_devices_are_put_into_a_job_that_runs_and_its_host_goes(start:
     assert run.wait() == 0, run.text[-6000:]
 
 
+@pytest.mark.nightly
 def test_chain_of_aborts_nobody_ends_because_another_was_killed(start: Any) -> None:
     """Neither at once nor when tries to reach it have failed for a while."""
     run = start(hosts=2)
