@@ -96,72 +96,6 @@ def test_files_are_prepared_up_to_two_and_announced_to_every_rank_of_the_host(ma
         assert found.st_blocks * 512 >= SIZE, "its blocks are not allocated: a full disk would be SIGBUS"
 
 
-@pytest.mark.parametrize("durable", [True, False])
-def test_two_files_are_there_for_the_first_saves_and_one_for_later_ones(
-    durable: bool, make: Callable[..., Pool]
-) -> None:
-    """Another one would be made beside the second save, on the same cores."""
-    pool = make(durable=durable)
-    pool.prepare(count=9)
-    assert len(pool.files) == 2
-    for _ in range(3):
-        save(pool)
-        pool.refill()
-        pool.settle()
-        assert len(pool.files) == 1
-
-
-@pytest.mark.parametrize(("durable", "kept"), [(True, 2), (False, 1)])
-def test_two_files_are_kept_once_a_save_has_found_none_but_not_on_a_ramdisk(
-    durable: bool, kept: int, make: Callable[..., Pool]
-) -> None:
-    pool = make(durable=durable)
-    pool.prepare(count=1)
-    save(pool)
-    pool.saved(SIZE)  # the next one comes before the pool has looked
-    for _ in range(3):
-        pool.refill()
-        pool.settle()
-        assert len(pool.files) == kept
-        save(pool)
-
-
-def test_a_save_whose_record_comes_late_has_not_lacked_a_file(make: Callable[..., Pool]) -> None:
-    pool = make()
-    pool.prepare(count=1)
-    for _ in range(3):
-        os.unlink(os.path.join(pool._folder, pool.files[-1]))
-        pool.refill(unless_taken=True)  # another step has become durable meanwhile
-        pool.settle()
-        pool.saved(SIZE)
-        pool.refill()
-        pool.settle()
-        assert len(pool.files) == 1
-
-
-@pytest.mark.parametrize("usable", [True, False])
-def test_a_file_of_a_deleted_step_is_not_kept_waiting_for_a_new_one(
-    usable: bool, make: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that cannot be used again, as where the file system has no leases, does not hold up the new one."""
-    pool, real = make(), file_pool.write_zeros
-    written: list[int] = []
-
-    def write(fd: int, start: int, end: int, *, in_memory: bool) -> None:
-        real(fd, start, end, in_memory=in_memory)
-        written.append(start)
-        if len(written) == 2:  # a step is deleted while a new file is being made
-            pool.use_again(str(shard(tmp_path, pool)))
-
-    monkeypatch.setattr(file_pool, "_PIECE", SIZE // 4)
-    monkeypatch.setattr(file_pool, "write_zeros", write)
-    monkeypatch.setattr(file_pool, "is_ours_alone", lambda path: usable)
-    pool.prepare(count=1)
-    assert len(written) == (2 if usable else 4) and len(pool.files) == 1
-    assert [message.is_new for _, message in pool.said] == [not usable]
-    assert [holds_mark(message) for _, message in pool.said] == [usable]
-
-
 def test_small_files_are_not_prepared(make: Callable[..., Pool]) -> None:
     pool = make()
     pool.prepare(nbytes=1000)
@@ -207,64 +141,6 @@ def test_a_file_is_announced_with_the_size_that_it_has(
     pool.announce(5)
     pool.settle()
     assert pool.said and all(os.stat(message.path).st_size == message.nbytes for _, message in pool.said)
-
-
-def test_files_that_are_too_small_for_the_next_saves_give_way_and_larger_ones_stay(
-    make: Callable[..., Pool],
-) -> None:
-    pool = make()
-    pool.prepare()
-    small = pool.files
-    pool.saved(2 * SIZE)
-    pool.refill()
-    pool.settle()
-    large = pool.files
-    assert len(large) == 2 and not set(small) & set(large)
-    pool.saved(SIZE)
-    pool.refill()
-    pool.settle()
-    assert pool.files == large
-
-
-@pytest.mark.parametrize("kept", [1, 2])
-def test_no_new_file_is_made_while_that_of_a_step_is_about_to_come(
-    kept: int, make: Callable[..., Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each save would else fill a file with zeros, and delete another one."""
-    pool = make()
-    if kept == 2:
-        pool.saved(SIZE)  # it has found none
-    pool.prepare(count=kept)
-    assert len(pool.files) == kept
-    made: list[int] = []
-    monkeypatch.setattr(file_pool, "write_zeros", lambda *arguments, **named: made.append(1))
-    for _ in range(3):
-        save(pool)
-        pool.refill(more_to_come=True)
-        pool.settle()
-        assert len(pool.files) == kept - 1 and made == []
-        pool.use_again(str(shard(tmp_path, pool)))
-        pool.settle()
-        assert len(pool.files) == kept and made == [], "the file of the step"
-    for name in pool.files:
-        os.unlink(os.path.join(pool._folder, name))
-    pool.refill(more_to_come=True)
-    pool.settle()
-    assert len(pool.files) == kept - 1 and bool(made) == (kept == 2), "where saves follow fast, the next one has none"
-
-
-def test_what_a_save_has_just_taken_is_not_replaced_by_a_new_file_until_it_is_durable(
-    make: Callable[..., Pool],
-) -> None:
-    pool = make()
-    pool.prepare()
-    os.unlink(os.path.join(pool._folder, pool.files[-1]))
-    pool.refill(unless_taken=True)
-    pool.settle()
-    assert len(pool.files) == 1, "it was taken since the last look"
-    pool.refill(unless_taken=True)
-    pool.settle()
-    assert len(pool.files) == 2, "no step was deleted for it"
 
 
 def test_a_file_that_nobody_has_is_used_again(make: Callable[..., Pool], tmp_path: Path) -> None:
@@ -508,15 +384,6 @@ def test_nothing_is_prepared_where_files_are_written_elsewhere_anyway(
     assert {rank for rank, _ in pool.said} == {0, 1}, "a rank that warms up waits for its deadline"
 
 
-def test_files_of_deleted_steps_are_not_hoarded(make: Callable[..., Pool], tmp_path: Path) -> None:
-    pool = make()
-    pool.prepare()
-    for _ in range(4):
-        pool.use_again(str(shard(tmp_path, pool)))
-    pool.settle()
-    assert len(pool.files) == 2
-
-
 def test_a_full_disk_leaves_no_file_and_the_next_call_tries_again(
     make: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -575,17 +442,6 @@ def test_what_a_restart_cannot_use_is_deleted_when_it_knows(
     pool.settle()
     assert len(pool.files) == (0 if nbytes < file_pool.SMALL_FILE else 2)
     assert not any(map(holds_mark, (message for _, message in pool.said)))
-
-
-def test_a_restart_keeps_no_more_files_than_it_could_use(make: Callable[..., Pool], tmp_path: Path) -> None:
-    for attempt, token in ((1, "aaaaaa"), (2, "bbbbbb"), (3, "cccccc")):
-        killed = Pool(tmp_path / "local", attempt=attempt, token=token)
-        killed.prepare()
-        killed._worker.close()
-    pool = make(attempt=4, token="beefed")
-    pool.take_leftovers()
-    pool.settle()
-    assert len(pool.files) == file_pool.MOST_READY
 
 
 def test_what_earlier_attempts_of_this_host_left_is_deleted(make: Callable[..., Pool]) -> None:

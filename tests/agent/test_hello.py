@@ -12,9 +12,8 @@ import pytest
 
 from resiliency.agent.client import AgentClient
 from resiliency.agent.config import AgentConfig
-from resiliency.agent.messages import Committed, Durable, Hello, Message, Welcome
-from resiliency.agent.protocol import PROTOCOL_VERSION, Framer, pack
-from resiliency.agent.server import AgentServer
+from resiliency.agent.messages import Committed, Durable, Hello, Welcome
+from resiliency.agent.protocol import Framer, pack
 from resiliency.errors import AgentError
 from resiliency.events import EventWriter
 from tests.agent.sealing import config_for, step_of
@@ -54,39 +53,6 @@ def accept(listener: socket.socket) -> socket.socket:
     while not any(isinstance(message, Hello) for message in framer.feed(connection.recv(1 << 16))):
         pass
     return connection
-
-
-def test_no_notice_comes_before_welcome(config: AgentConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent that works when a rank connects, because it uploads or another rank saves, sends notices at any time."""
-    notice, stop = Committed(id=step_of(config, 1), tier="local"), threading.Event()
-    server = AgentServer(config)
-    serving = in_thread(server.run)
-
-    def flood() -> None:
-        while not stop.is_set():
-            server._send(0, notice)
-
-    floods = [in_thread(flood) for _ in range(2)]
-    firsts: list[Message] = []
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as keeps_the_agent:
-            keeps_the_agent.connect(config.address)
-            keeps_the_agent.sendall(pack(Hello(version=PROTOCOL_VERSION, rank=1, config=config)))
-            keeps_the_agent.recv(1 << 16)
-            for _ in range(100):
-                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                    connection.settimeout(10)
-                    connection.connect(config.address)
-                    connection.sendall(pack(Hello(version=PROTOCOL_VERSION, rank=0, config=config)))
-                    framer = Framer()
-                    while not (messages := list(framer.feed(connection.recv(1 << 16)))):
-                        pass
-                    firsts.append(messages[0])
-    finally:
-        stop.set()
-        for thread in [*floods, serving]:
-            thread.join(10)
-    assert {type(message) for message in firsts} == {Welcome}
 
 
 def test_what_comes_with_welcome_is_received(config: AgentConfig, listener: socket.socket) -> None:
@@ -152,22 +118,6 @@ def test_closing_while_the_link_is_made_anew_leaves_no_connection(config: AgentC
     thread.join(10)
     assert closed_by_trainer.is_set(), "the agent would serve this connection for ever"
     assert client._thread is not None and not client._thread.is_alive()
-
-
-def test_an_agent_that_has_ended_welcomes_nobody(config: AgentConfig) -> None:
-    """Its last rank has left and the work is done, but the connection of another had been accepted."""
-    server = AgentServer(config)
-    server._ended = True
-    serving = in_thread(server._accept)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(10)
-        connection.connect(config.address)
-        connection.sendall(pack(Hello(version=PROTOCOL_VERSION, rank=0, config=config)))
-        assert connection.recv(1) == b""
-    assert server._agent is None
-    server._listener.shutdown(socket.SHUT_RDWR)
-    serving.join(10)
-    server._listener.close()
 
 
 def test_an_agent_that_ends_is_waited_for_and_is_no_other_job(config: AgentConfig, listener: socket.socket) -> None:

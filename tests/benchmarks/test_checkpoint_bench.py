@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
-import subprocess
-import sys
 import textwrap
 import time
 from datetime import timedelta
@@ -17,13 +14,11 @@ import pytest
 import torch
 
 from benchmarks import checkpoint
-from benchmarks._contenders import ISOLATED, LOOP, Entry
-from benchmarks._machine import filesystem
-from benchmarks._memory import marked, proportional, total
+from benchmarks._contenders import LOOP
 from benchmarks._process import run_contender
 from benchmarks._state import digest, make_state, mutate, wipe
 from benchmarks._summary import summarize_isolated, summarize_loop
-from benchmarks._targets import isolated_targets, loop_targets
+from benchmarks._targets import isolated_targets
 
 FIGURES = ("setup_s", "first_stall_s", "beside_stall_s", "stall_s", "committed_s", "restore_s", "ram_x_state")
 
@@ -143,37 +138,6 @@ def test_a_missing_package_is_unavailable_not_failed(tmp_path: Path) -> None:
     assert summarize_isolated([result])["status"] == "unavailable"
 
 
-def test_memory_of_marked_processes_is_counted(tmp_path: Path) -> None:
-    result = run_script(
-        tmp_path,
-        """
-        import json, os, sys
-        from pathlib import Path
-        from benchmarks._memory import MARK, marked, total
-        before = total(marked(os.environ[MARK]))
-        block = bytearray(b"x" * (64 << 20))
-        after = total(marked(os.environ[MARK]))
-        spec = json.loads(Path(sys.argv[1]).read_text())
-        Path(spec["result"]).write_text(json.dumps({"grown": after - before, "size": len(block)}))
-        """,
-    )
-    assert 0.9 < result["grown"] / result["size"] < 1.6, result  # type: ignore[operator]
-    assert list(marked("no-such-mark")) == [] and total([]) == 0
-
-
-def test_pages_of_libraries_which_other_programs_share_are_not_counted() -> None:
-    def mapped(mode: str, inode: int, pss: int, anonymous: int) -> str:
-        return (
-            f"7f00-7f01 {mode} 00000000 fd:00 {inode} /a/file\nSize: 900 kB\nRss: 900 kB\nPss: {pss} kB\n"
-            f"Pss_Dirty: 1 kB\nAnonymous: {anonymous} kB\nVmFlags: rd wr mr\n"
-        )
-
-    heap, library = mapped("rw-p", 0, 100, 100), mapped("r-xp", 7, 50, 0)
-    variables, arena = mapped("rw-p", 7, 30, 20), mapped("rw-s", 9, 300, 0)
-    assert proportional(heap + library + variables + arena) == (100 + 20 + 300) * 1024
-    assert proportional("") == 0
-
-
 # ---- the state
 
 
@@ -216,19 +180,6 @@ def test_loop_row_finds_the_cost_of_each_save() -> None:
     assert row["lost_mean_s"] == pytest.approx(0.1 + 54.15 / 8)
 
 
-def test_saves_that_were_skipped_are_said_aloud() -> None:
-    result = {"step_s": [1.0] * 12, "every": 4, "state_bytes": 8, "missed": 2}
-    row = summarize_loop([result], segment=2)
-    assert row["status"] == "ok" and row["reason"].startswith("2 saves were skipped or failed")
-    assert not summarize_loop([{**result, "missed": 0}], segment=2)["reason"]
-
-
-def test_a_cycle_that_was_cut_short_is_not_counted() -> None:
-    steps = [1.0] * 3 + [5.0, 1.0, 1.0, 1.0] * 2 + [5.0, 1.0]
-    row = summarize_loop([{"step_s": steps, "every": 4, "state_bytes": 8}], segment=2)
-    assert row["saves"] == 1 and row["lost_s"] == pytest.approx(4.0)
-
-
 def test_targets_are_ratios_of_the_rows() -> None:
     floor = summarize_isolated([one_round()])
     own = {
@@ -256,44 +207,4 @@ def test_targets_are_ratios_of_the_rows() -> None:
     assert missing.measured is None and missing.met is None
 
 
-def test_loop_target_is_against_the_best_peer_that_lost_anything() -> None:
-    roles = {"none": "control", "stock": "peer", "dcp": "peer", "odd": "peer", "ours": "ours"}
-    rows = {
-        "none": {"lost_s": 0.01},
-        "stock": {"lost_s": 0.8},
-        "dcp": {"lost_s": 0.3},
-        "odd": {"lost_s": -0.1},
-        "ours": {"lost_s": 0.12},
-    }
-    (target,) = loop_targets(rows, roles, where="loop")
-    assert target.measured == pytest.approx(0.4) and target.met is True and "(dcp)" in target.figures
-    rows["ours"] = {"lost_s": -0.2}
-    assert next(iter(loop_targets(rows, roles, where="loop"))).measured == 0.0
-
-
 # ---- names
-
-
-@pytest.mark.parametrize(
-    "entry", [*ISOLATED, *LOOP], ids=lambda entry: f"{entry.module.rpartition('.')[2]}-{entry.name}"
-)
-def test_every_entry_is_where_it_says(entry: Entry) -> None:
-    # read, not imported: the contenders import torch, Lightning or a peer that may be missing
-    source = Path(checkpoint.__file__).parent.parent.joinpath(*entry.module.split(".")).with_suffix(".py")
-    definitions = [
-        node for node in ast.parse(source.read_text()).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))
-    ]
-    assert entry.attribute in [node.name for node in definitions]
-
-
-def test_default_folder_is_on_a_disk_and_file_systems_are_told_apart() -> None:
-    assert filesystem(Path("/proc")) == "proc"
-    assert filesystem(checkpoint.folder_on_disk()) not in ("tmpfs", "ramfs")
-
-
-def test_importing_the_benchmark_imports_no_contender() -> None:
-    heavy = ("torch", "lightning", "resiliency.checkpoint")
-    code = f"import benchmarks.checkpoint, sys; print([m for m in {heavy} if m in sys.modules])"
-    root = Path(checkpoint.__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=60)
-    assert done.stdout.strip() == "[]", done.stderr

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from resiliency.callbacks._step_hooks import step_observer
 from resiliency.callbacks.heartbeat import build as heartbeat_callback
 from resiliency.runtime import heartbeat
 from resiliency.runtime.heartbeat_page import PAGE_BYTES, PageWriter, SaveWords, WorkWords
-from resiliency.telemetry.step_observer import StepSubscriber, StepTiming
 from tests.callbacks.harness import EITHER, NAMESPACES, loader, make_net, make_trainer, ours
 
 
@@ -92,26 +90,3 @@ def test_of_two_callbacks_one_saves_and_one_that_saves_weights_alone_does_not(sa
     make_trainer(NAMESPACES[0], callbacks, root=tmp_path, max_steps=4).fit(make_net(NAMESPACES[0]), loader(batches=12))
     found = {name for name in ("weights", "a", "b") if list((tmp_path / name).rglob("shard-*.shard"))}
     assert found == {"a"} and saves.newest_committed() == 2
-
-
-def test_the_ranks_own_work_is_summed_for_the_launcher(
-    saves: SaveWords, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[tuple[float, int]] = []
-    own = heartbeat._own[os.getpid()]
-    assert own is not None and own._work is not None
-    monkeypatch.setattr(own._work, "write", lambda *, own_ns, steps: told.append((own_ns / 1e9, steps)))
-    namespace = NAMESPACES[0]
-    timings: list[float] = []
-
-    class Watches(StepSubscriber):
-        def step_ended(self, timing: StepTiming) -> None:
-            timings.append(timing.own_s)
-
-    trainer = make_trainer(namespace, [heartbeat_callback(namespace)()], root=tmp_path, max_steps=6)
-    step_observer(trainer).subscribe(Watches())
-    trainer.fit(make_net(namespace), loader(batches=6))
-    assert [steps for _, steps in told] == [1, 2, 3, 4, 5, 6]
-    assert [seconds for seconds, _ in told] == pytest.approx([sum(timings[: n + 1]) for n in range(6)], abs=1e-6)
-    own.start_anew()
-    assert told[-1] == (0.0, 0), "of the attempt before"

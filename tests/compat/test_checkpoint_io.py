@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from resiliency import faultpoints
-from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.compat import checkpoint_io
 from resiliency.errors import ConfigError
 from resiliency.inspection.by_path import locate
@@ -95,14 +94,6 @@ def test_what_cannot_be_done_is_refused(name: str, wrong: dict[str, Any], advice
 def test_an_address_is_no_local_folder() -> None:
     with pytest.raises(ConfigError, match="address"):
         build("CombinedCheckpointIO")(local_ckpt_dir="gs://bucket")
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_torch_dist_multiproc_is_the_number_of_copy_threads(name: str, made: Any) -> None:
-    assert made(name)._options.copy_threads == 1
-    assert made(name, torch_dist_multiproc=3)._options.copy_threads == 3
-    given = CheckpointerOptions(agent="embedded", copy_threads=4)
-    assert made(name, options=given)._options == given
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -264,28 +255,6 @@ def test_other_storage_options_are_refused(wrong: Any, made: Any, tmp_path: Path
 
 
 # -- the wrapper --------------------------------------------------------------------------------------------------------
-
-
-def test_persistent_process_takes_over_the_settings_and_saves_in_the_background(made: Any, tmp_path: Path) -> None:
-    inner = made("CombinedCheckpointIO", torch_dist_multiproc=3, local_ckpt_dir=tmp_path, run="mine")
-    plugin = made("PersistentCheckpointProcessIO", inner)
-    assert plugin._options == CheckpointerOptions(agent="process", copy_threads=3)
-    path, done = tmp_path / "step=1.ckpt", []
-    plugin.save_checkpoint(checkpoint(1, 3.0), path, storage_options={"finalize_fn": lambda: done.append(True)})
-    assert plugin._run == "mine" and done == [], "it did not save in the background"
-    assert not durable(plugin, tmp_path), "it does not know the local tier"
-    assert plugin.load_checkpoint(path)["state_dict"]["w"][0, 0] == 3.0
-
-
-def test_what_the_inner_plugin_said_is_not_said_again(made: Any, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, checkpoint_io.__name__):
-        made("PersistentCheckpointProcessIO", made("CombinedCheckpointIO", use_ckpt_load_replication=True))
-    assert len(caplog.records) == 1
-
-
-def test_persistent_process_around_our_plain_plugin(made: Any) -> None:
-    tiered = importlib.import_module("resiliency.plugins.checkpoint_io").build("lightning.pytorch")(run="plain")
-    assert made("PersistentCheckpointProcessIO", checkpoint_io=tiered)._run == "plain"
 
 
 def test_persistent_process_refuses_plugins_of_others() -> None:

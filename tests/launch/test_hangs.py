@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import signal
@@ -10,12 +9,11 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from resiliency.launch.hangs import Seen, hang_text, hung, threshold
-from resiliency.runtime import heartbeat, heartbeat_page
 from resiliency.runtime.heartbeat import Page
 from tests.launch.launching import wait_for
 
@@ -73,84 +71,6 @@ def test_of_a_rank_no_step_of_which_was_measured_it_is_said_what_the_time_out_mu
 def test_of_a_rank_that_never_had_a_word_it_is_said_that_it_was_stopped() -> None:
     text = hang_text(1, 77, seen(0, 0, stopped_s=12.2), {0: seen(0, 0), 1: seen(0, 0, stopped_s=12.2)})
     assert "rank 1 (process 77) was stopped by a signal 12 s ago: it hangs" in text
-
-
-def test_a_beat_costs_a_few_microseconds_and_is_read_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[int] = []
-    monkeypatch.setattr(heartbeat, "send", lambda end, message, fds: sent.append(os.dup(fds[0])))
-    monkeypatch.setattr(heartbeat.socket.socket, "connect", lambda self, address: None)
-    monkeypatch.setenv("RESILIENCY_LAUNCHER", "nobody")
-    monkeypatch.setattr(heartbeat, "_own", {})
-    heartbeat.beat()
-    try:
-        with mmap.mmap(sent[0], 0, access=mmap.ACCESS_READ) as page:
-            assert Page.read(page).beats == 1 and Page.read(page).watched
-            best = min(_seconds_of_beats(2000) for _ in range(5)) / 2000
-            assert Page.read(page).beats == 10_001
-            assert abs(Page.read(page).last_s - time.monotonic()) < 5
-            copies = bytearray(1 << 20)
-            began = time.perf_counter()
-            copies[:] = bytes(1 << 20)
-            copy_s = time.perf_counter() - began
-            assert best < 20e-6 or best < copy_s / 4  # the promise is 20 microseconds; a busy machine is slower at all
-            time.sleep(0.05)
-            heartbeat.beat()
-            assert 0.05 <= Page.read(page).longest_s < 30
-            heartbeat.pause()
-            assert not Page.read(page).watched
-            heartbeat.beat()
-            longest = Page.read(page).longest_s
-            time.sleep(0.01)
-            heartbeat.pause()
-            heartbeat.start_anew()
-            assert Page.read(page) == Page(beats=0, last_s=0, longest_s=0, watched=False) and longest < 30
-    finally:
-        os.close(sent[0])
-        heartbeat.faulthandler.unregister(heartbeat.STACKS_SIGNAL)
-        own = heartbeat._own[os.getpid()]
-        assert own is not None
-        own._connection.close()
-
-
-def test_the_first_steps_count_as_long_as_no_later_one_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job whose steps take longer than the floor is not taken for hung in each of its first ones."""
-    times = iter([0, 5, 15, 18, 19, 20, 22])  # seconds of beats
-    own = heartbeat.Heartbeat("")
-    page = mmap.mmap(-1, heartbeat_page.PAGE_BYTES)
-    own._pages.append(heartbeat_page.PageWriter(page))
-    monkeypatch.setattr(heartbeat.time, "monotonic_ns", lambda: (next(times) + 1) * 10**9)
-    longest = []
-    for _ in range(7):
-        own.beat(None)
-        longest.append(Page.read(page).longest_s)
-    assert longest == [0, 5, 10, 10, 1, 1, 2]
-    own.start_anew()
-    assert Page.read(page).longest_s == 0
-
-
-@pytest.mark.parametrize("where", ["in a worker of a loader", "in a fork"])
-def test_what_loads_data_or_was_forked_does_not_beat_for_the_rank(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    connected: list[str] = []
-    monkeypatch.setattr(heartbeat, "Heartbeat", lambda launcher: connected.append(launcher))
-    monkeypatch.setenv("RESILIENCY_LAUNCHER", "somebody")
-    monkeypatch.setattr(heartbeat, "_own", {})
-    if where == "in a fork":
-        heartbeat._own[os.getpid() + 1] = cast(Any, object())
-    else:
-        monkeypatch.setattr("torch.utils.data._utils.worker._worker_info", object())
-    heartbeat.beat()
-    assert connected == []
-    monkeypatch.setattr("torch.utils.data._utils.worker._worker_info", None)
-    heartbeat._own.clear()
-    heartbeat.beat()
-    assert connected == ["somebody"]
-
-
-def _seconds_of_beats(count: int) -> float:
-    began = time.perf_counter()
-    for _ in range(count):
-        heartbeat.beat()
-    return time.perf_counter() - began
 
 
 #: Holds the GIL, so that no Python code runs; a signal does not end it.

@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ from resiliency.launch.leaving import (
     waits_for_peers_only,
 )
 from resiliency.launch.run import EXIT_GAVE_UP
-from resiliency.runtime.channel import pair, receive, send
+from resiliency.runtime.channel import pair, send
 from resiliency.testing.zygote import Zygote
 from tests.launch.launching import ROOT, run_launcher, wait_for
 from tests.rings import few
@@ -206,37 +205,6 @@ def test_a_rank_that_computes_in_native_code_is_given_its_time(launch: Any, tmp_
     job = _job(launch, tmp_path, textwrap.dedent(place), "--leave-timeout", 80)
     assert job.wait(60) == 0, job.text
     assert [len(set(pids)) for pids in _processes(job.text).values()] == [1, 2, 1], job.text
-
-
-def test_an_import_is_given_more_time_than_a_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    connection, peer = pair()
-    with connection, peer:
-        rank, now = survivor._Survivor(connection), [100.0]
-        rank._told_s, rank._inside, rank._to_leave = now[0], True, rank._number
-        monkeypatch.setattr(survivor, "time", SimpleNamespace(monotonic=lambda: now[0]))
-        monkeypatch.setattr(sys, "interrupt", lambda: rank._interrupt(0, sys._getframe()), raising=False)
-        monkeypatch.syspath_prepend(tmp_path)
-        (tmp_path / "takes_long.py").write_text("import sys; sys.interrupt()")
-
-        def __del__() -> None:
-            rank._interrupt(0, sys._getframe())
-
-        def interrupted_after(seconds: float) -> tuple[bool, bool]:
-            now[0] = 100 + seconds
-            raised = []
-            for run in (lambda: __import__("takes_long"), __del__):
-                try:
-                    run()
-                    raised.append(False)
-                except AttemptEnded:
-                    raised.append(True)
-            sys.modules.pop("takes_long", None)
-            importing, cleaning = raised
-            return importing, cleaning
-
-        assert interrupted_after(1) == (False, False)
-        assert interrupted_after(7) == (False, True)
-        assert interrupted_after(9) == (True, True)
 
 
 def test_what_a_group_waits_for_as_it_ends_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -754,59 +722,6 @@ def _start(launcher: socket.socket, number: int) -> None:
     send(launcher, {"kind": "start", "number": number, "environment": {}})
 
 
-def test_a_rank_that_was_told_of_no_restart_takes_the_one_that_follows_all_the_same(
-    joined: tuple[survivor._Survivor, socket.socket],
-) -> None:
-    """Hosts may come or go when the launcher has given up, and that begins an attempt, too."""
-    rank, launcher = joined
-    calls: list[int] = []
-
-    def function() -> str:
-        calls.append(1)
-        if len(calls) == 1:
-            telling.start()
-            threading.Event().wait(60)
-        send(launcher, {"kind": "exit", "number": 0})
-        return "finished"
-
-    def tell() -> None:
-        """In a thread, which is not interrupted between two of them."""
-        send(launcher, {"kind": "no_restart", "number": -1})
-        send(launcher, {"kind": "leave", "number": -1})
-        _start(launcher, 0)
-
-    telling = threading.Thread(target=tell)
-    assert rank.run(function) == "finished"
-    telling.join(60)
-    assert len(calls) == 2
-
-
-def test_nothing_interrupts_a_rank_whose_leaving_was_interrupted_itself(
-    joined: tuple[survivor._Survivor, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As by Ctrl-C: what follows is the script's, and the signal that interrupts would end it."""
-
-    def interrupted(*arguments: Any, **named: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(survivor, "leave_attempt", interrupted)
-    before = set(threading.enumerate())
-    rank, launcher = joined
-
-    def function() -> None:
-        send(launcher, {"kind": "leave", "number": -1})
-        threading.Event().wait(60)  # is interrupted; with a lock of the rank's it would keep that for good
-
-    with pytest.raises(KeyboardInterrupt):
-        rank.run(function)
-    deadline = time.monotonic() + 60
-    while left := set(threading.enumerate()) - before:
-        assert time.monotonic() < deadline, left
-        for thread in filter(threading.Thread.is_alive, left):  # one that begins at this moment cannot be joined
-            thread.join(1)
-    assert signal.getsignal(survivor._SIGNAL) == signal.SIG_DFL
-
-
 def test_an_attempt_finds_its_thread_and_process_as_the_one_before_found_them(
     joined: tuple[survivor._Survivor, socket.socket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -862,23 +777,6 @@ def test_an_attempt_finds_its_thread_and_process_as_the_one_before_found_them(
     telling = threading.Thread(target=tell)
     assert rank.run(function) == kept[0]
     telling.join(60)
-
-
-@pytest.mark.parametrize("closed", [False, True])
-def test_a_rank_whose_output_is_none_or_closed_takes_that_of_its_next_attempt(
-    closed: bool, joined: tuple[survivor._Survivor, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The caller of the function may have replaced it."""
-    rank, launcher = joined
-    with open(os.devnull, "w") as file:
-        monkeypatch.setattr(sys, "stdout", file if closed else None)
-    send(launcher, {"kind": "start", "number": 0, "environment": {}}, [1, 2])
-    message = receive(rank._connection)
-    assert message is not None
-    rank._to_leave = rank._number
-    rank._orders.put(message)
-    rank._meet_again()
-    assert rank._number == 0
 
 
 @pytest.mark.parametrize("kind", ["async def main(): pass", "def main(): yield", "async def main(): yield"])

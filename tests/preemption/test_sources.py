@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import signal
 import socket
@@ -146,66 +145,6 @@ def test_the_metadata_server_tells_at_once(key: str, value: str, metadata: Metad
     finally:
         source.close()
     assert not any(thread.is_alive() for thread in source._threads)
-
-
-def test_a_close_while_a_request_is_connecting_ends_it(metadata: Metadata, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server would answer only when the value changes: the thread stayed for a minute."""
-    connecting, cancelled = threading.Semaphore(0), threading.Event()
-    connect = socket.create_connection
-
-    def slow(*arguments: Any, **others: Any) -> socket.socket:
-        made = connect(*arguments, **others)
-        connecting.release()
-        assert cancelled.wait(SOON_S)
-        return made
-
-    monkeypatch.setattr(socket, "create_connection", slow)
-    metadata.values = dict.fromkeys(metadata.values, "0")  # what is known at first: no answer comes
-    source = MetadataSource(metadata.address, Told())
-    threads = source._threads
-
-    class AfterTheSockets(threading.Thread):
-        def join(self, timeout: float | None = None) -> None:
-            cancelled.set()
-
-    try:
-        assert all(connecting.acquire(timeout=SOON_S) for _ in threads)
-    finally:
-        source._threads = [AfterTheSockets(), *threads]
-        source.close()
-    for thread in threads:
-        thread.join(SOON_S / 4)
-        assert not thread.is_alive()
-
-
-def test_a_close_while_an_answer_is_read_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its head has come, and its body never does."""
-    reading, read = threading.Semaphore(0), http.client.HTTPResponse.read
-
-    def noticed(answer: http.client.HTTPResponse, size: int) -> bytes:
-        reading.release()
-        return read(answer, size)
-
-    monkeypatch.setattr(http.client.HTTPResponse, "read", noticed)
-    listener = socket.create_server(("127.0.0.1", 0))
-    accepted = []
-    source = MetadataSource(f"http://127.0.0.1:{listener.getsockname()[1]}/computeMetadata/v1", Told())
-    try:
-        for _ in source._threads:
-            listener.settimeout(SOON_S)
-            accepted.append(listener.accept()[0])
-            accepted[-1].settimeout(SOON_S)
-            accepted[-1].recv(1 << 16)
-            accepted[-1].sendall(b"HTTP/1.0 200 OK\r\nContent-Length: 4\r\n\r\n")
-        assert all(reading.acquire(timeout=SOON_S) for _ in source._threads)
-    finally:
-        source.close()
-        for thread in source._threads:
-            thread.join(SOON_S / 4)
-        left = [thread for thread in source._threads if thread.is_alive()]
-        for one in (*accepted, listener):
-            one.close()
-    assert not left
 
 
 def test_a_metadata_server_that_fails_is_said_once(

@@ -24,7 +24,6 @@ from recipes.pretrain.checks import problems, settle
 from recipes.pretrain.faults import Fault, FaultPlan, SimulatedFault
 from recipes.pretrain.flags import parse
 from resiliency.errors import ConfigError
-from resiliency.storage.interval import Interval
 from tests.callbacks.harness import content, names
 
 OTHERS = {
@@ -88,47 +87,6 @@ def callback_of(trainer: Any, name: str) -> Any:
 # -- checkpoints --------------------------------------------------------------------------------------------------------
 
 
-def checkpoint_of(*arguments: str) -> Any:
-    from recipes.pretrain.checkpointing import make_checkpoint_callback
-
-    return make_checkpoint_callback(settled(*arguments))
-
-
-def test_one_tier(tmp_path: Path) -> None:
-    callback = checkpoint_of(*one_tier(tmp_path), "--job-name", "mine")
-    assert callback.dirpath == str(tmp_path / "ck" / "mine" / "checkpoint")
-    assert (callback._every_n_train_steps, callback.save_top_k, callback._local_dir) == (4, -1, None)
-    assert callback._run_name == "mine" and callback._auto_resume is True
-    assert callback._persist == Interval()
-
-
-def test_two_tiers(tmp_path: Path) -> None:
-    arguments = ["--local-ckpt-dir", str(tmp_path / "l"), "--local-ckpt-interval", "2", *one_tier(tmp_path)]
-    callback = checkpoint_of(*arguments)
-    assert callback.dirpath == str(tmp_path / "ck" / "test_job" / "checkpoint")
-    assert callback._local_dir == str(tmp_path / "l" / "test_job" / "checkpoint")
-    assert (callback._every_n_train_steps, callback._persist) == (2, Interval(steps=4))
-
-
-def test_a_local_tier_alone(tmp_path: Path) -> None:
-    callback = checkpoint_of("--local-ckpt-dir", str(tmp_path), "--local-ckpt-interval", "2")
-    assert (callback.use_in_cluster_local_ckpts, callback.is_persistent_storage) == (True, False)
-    assert callback.dirpath == str(tmp_path / "test_job" / "checkpoint") and callback._every_n_train_steps == 2
-
-
-def test_a_local_tier_without_a_name(tmp_path: Path) -> None:
-    assert checkpoint_of(*one_tier(tmp_path)).use_in_cluster_local_ckpts is None
-    callback = checkpoint_of(*one_tier(tmp_path), "--enable-in-cluster-local-ckpt", "--local-ckpt-interval", "2")
-    assert callback._older.wants_local_tier
-    assert (callback._every_n_train_steps, callback._persist) == (2, Interval(steps=4))
-
-
-def test_top_k_and_threads(tmp_path: Path) -> None:
-    callback = checkpoint_of(*one_tier(tmp_path), "--topk-ckpt", "3", "--ckpt-threads-per-rank", "5")
-    assert (callback.save_top_k, callback._engine_options.copy_threads) == (3, 5)
-    assert checkpoint_of(*one_tier(tmp_path))._engine_options.copy_threads == 2
-
-
 @pytest.mark.parametrize(
     ("every", "flags", "ends", "kept"),
     [
@@ -161,19 +119,6 @@ def test_what_two_tiers_want_and_keep() -> None:
     assert two.outdated([6, 12, 16], ends=False) == []
     assert two.outdated([6, 12, 16], ends=True) == [6]
     assert two.outdated([6, 12, 16, 18], ends=False) == [6, 16]
-
-
-def test_what_a_save_waits_for(tmp_path: Path) -> None:
-    blocking = checkpoint_of(*one_tier(tmp_path))
-    asynchronous = checkpoint_of(*one_tier(tmp_path), "--enable-async-ckpt")
-    optimized = checkpoint_of(*one_tier(tmp_path), "--enable-optimized-async-ckpt")
-    assert [type(one).__name__ for one in (blocking, asynchronous, optimized)] == [
-        "BlockingCheckpoint",
-        "Checkpoint",
-        "Checkpoint",
-    ]
-    assert [one._lazy for one in (blocking, asynchronous, optimized)] == [False, False, True]
-    assert blocking._overrides("_save_checkpoint") and not optimized._overrides("_save_checkpoint")
 
 
 def io_of(*arguments: str) -> Any:

@@ -3,15 +3,11 @@ path."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from resiliency.events import Event, EventKind, EventWriter, JsonlSink
-from resiliency.telemetry.collect import Collector
-from resiliency.telemetry.reader import LogReader
+from resiliency.events import Event, EventKind, EventWriter
 from resiliency.telemetry.step_events import StepEvents, log_steps
 from resiliency.telemetry.step_observer import StepObserver, StepSubscriber, StepTiming
 from resiliency.telemetry.step_totals import StepTotals
@@ -163,17 +159,6 @@ def test_short_steps_share_lines_and_nothing_is_lost(parts: Parts) -> None:
     assert lines[-1].step == 2000
 
 
-def test_a_save_in_flight_never_shares_a_line_with_a_step_without(parts: Parts) -> None:
-    observer, hand = parts.observer, parts.hand
-    observer.training_started(0)
-    for step in range(1, 101):
-        observer.save_in_flight = step % 10 == 0
-        one_step(observer, hand, step, rest=0.001)
-    parts.log.flush()
-    flagged = [event for event in parts.events if event.kind == EventKind.STEP and event.fields["save_in_flight"]]
-    assert sum(event.fields.get("count", 1) for event in flagged) == 10
-
-
 class Recorder(StepSubscriber):
     """A consumer that did not exist when the observer was written: it overrides what it needs."""
 
@@ -262,52 +247,3 @@ def test_totals_give_the_productive_share(parts: Parts) -> None:
     one_step(observer, hand, 2, rest=2.0)
     assert (parts.totals.stall_s, parts.totals.data_wait_s) == (1.0, 1.0)
     assert parts.totals.goodput == pytest.approx(6 / 10)
-
-
-def test_lines_take_the_fast_path_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hand = Hand()
-    path = tmp_path / "rank-00000.jsonl"
-    writer = EventWriter(run="r", attempt=2, rank=0, host="h", sinks=(JsonlSink(path),))
-    parts = assemble(writer, hand, [])
-    observer = parts.observer
-    observer.training_started(0)
-    for step in range(1, 501):
-        if step % 50 == 0:
-            observer.validation_started()
-            hand.now += 0.01
-            observer.validation_ended()
-        observer.save_in_flight = step % 7 == 0
-        one_step(observer, hand, step, data=0.0001, forward=0.01, rest=0.02)
-    parts.log.flush()
-    writer.close()
-
-    def refuse(*args: object) -> None:
-        raise AssertionError("a step line of our own writer went the slow way")
-
-    monkeypatch.setattr(Collector, "_parse_step", refuse)
-    reader = LogReader()
-    reader.read([path])
-    (segment,) = reader.collector.runs["r"].segments
-    total = segment.steps.total()
-    assert total.n == 500
-    assert total.step_s == pytest.approx(parts.totals.duration_s, rel=1e-6)
-    assert total.eval_s == pytest.approx(0.1)
-    assert total.busy_s == pytest.approx(5.0, rel=1e-6)
-    assert segment.steps.high == 500
-
-
-def test_a_step_costs_microseconds(tmp_path: Path) -> None:
-    writer = EventWriter(run="r", attempt=0, rank=0, host="h", sinks=(JsonlSink(tmp_path / "log.jsonl"),))
-    observer = StepObserver()
-    observer.subscribe(StepEvents(writer))
-    observer.subscribe(StepTotals())
-    observer.training_started(0)
-    steps = 20_000
-    began = time.perf_counter()
-    for step in range(1, steps + 1):
-        observer.batch_started()
-        observer.backward_started()
-        observer.batch_ended(step)
-    each = (time.perf_counter() - began) / steps
-    writer.close()
-    assert each < 50e-6, f"{each * 1e6:.1f} us a step"
