@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -70,16 +70,18 @@ def doctor(
             "--cluster",
             metavar="FILE",
             parser=absolute_path,
-            help="Settings of a supervisor with cluster: kubernetes; says also what that cluster lacks.",
+            help="Settings of a supervisor with cluster: kubernetes; says what that cluster lacks, not this host.",
         ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Says what would work on this host, and what to do where it would not.
+    """Says what would work on this host, or in a cluster, and what to do where it would not.
 
     Writes and removes small files in the folders, and an object in each slower tier. Exit status: 0 nothing is broken,
     1 something is, 2 wrong arguments.
     """
+    if cluster:
+        _report(_judge_cluster(cluster), as_json=as_json)
     try:
         state_bytes = parse_size(state)
     except ConfigError as error:
@@ -97,8 +99,11 @@ def doctor(
         *judge_ramdisk(examine_folder(ramdisk), host, state_bytes=state_bytes),
         *(judge_remote(examine_remote(address)) for address in remote or ()),
         judge_ports(host, port, free=_is_free(port)),
-        *(_judge_cluster(cluster) if cluster else ()),
     ]
+    _report(findings, as_json=as_json)
+
+
+def _report(findings: list[HostFinding], *, as_json: bool) -> NoReturn:
     if as_json:
         rows = [
             {"check": one.check, "verdict": one.verdict.value, "found": one.found, "remedy": one.remedy}

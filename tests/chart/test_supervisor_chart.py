@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Json, dict[str, int]]] = {
 }  # fmt: skip
 USUAL = {
     "Deployment": 2, "Service": 2, "DaemonSet": 1, "ConfigMap": 3, "Secret": 2, "ServiceAccount": 2, "ClusterRole": 1,
-    "ClusterRoleBinding": 1, "Role": 2, "RoleBinding": 2, "Lease": 1, "NetworkPolicy": 1, "PodDisruptionBudget": 1, "Pod": 1,
+    "ClusterRoleBinding": 1, "Role": 2, "RoleBinding": 2, "Lease": 1, "NetworkPolicy": 1, "PodDisruptionBudget": 1, "Pod": 2,
     "ServiceMonitor": 0, "PrometheusRule": 0,
 }  # fmt: skip
 #: Values that are refused -> what the message must name.
@@ -210,7 +210,7 @@ def test_rights_are_those_that_are_used(helm4: Helm) -> None:
         each["subjects"] == [{"kind": "ServiceAccount", "name": "supervisor", "namespace": "sup"}] for each in bindings
     )
     mounted = [pod["spec"].get("automountServiceAccountToken") for pod in pods(objects)]
-    assert sorted(mounted) == [False, False, True, True]
+    assert sorted(mounted) == [False, False, True, True, True]
 
 
 def test_two_releases_share_no_object(helm4: Helm) -> None:

@@ -77,3 +77,24 @@ policy: /etc/resiliency/policy.py:{{ .Values.policy_class }}
 {{- end }}
 {{ toYaml $settings }}
 {{- end }}
+
+{{- /* What both pods of `helm test` have. They run where the supervisors do. */ -}}
+{{- define "supervisor.testPod" -}}
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext: {runAsNonRoot: true, runAsUser: 65532, runAsGroup: 65532, fsGroup: 65532, seccompProfile: {type: RuntimeDefault}}
+{{- end }}
+
+{{- define "supervisor.testContainer" -}}
+image: {{ include "supervisor.image" . }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+terminationMessagePolicy: FallbackToLogsOnError
+securityContext: {allowPrivilegeEscalation: false, readOnlyRootFilesystem: true, capabilities: {drop: [ALL]}}
+{{- end }}
