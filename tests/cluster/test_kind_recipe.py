@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -14,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.chart.rendering import Helm, one
+from tests.chart.rendering import one
 from tests.cluster.client import wait_for
 from tests.cluster.rig import ProcessNode, Rig
 from tests.cluster.tools import REPOSITORY, find_tools
-from tests.cluster.typed import Program, run_typed
+from tests.cluster.typed import Program, check_build, run_typed
 from tests.docs.blocks import blocks_of
 
 RECIPE = REPOSITORY / "recipes" / "kind"
@@ -63,7 +62,11 @@ class Laptop:
         return ""
 
     def _make_nodes(self, found: dict[str, Any]) -> None:
-        assert (found["kind"], found["apiVersion"], found["name"]) == ("Cluster", "kind.x-k8s.io/v1alpha4", "resiliency")
+        assert (found["kind"], found["apiVersion"], found["name"]) == (
+            "Cluster",
+            "kind.x-k8s.io/v1alpha4",
+            "resiliency",
+        )
         assert [each["role"] for each in found["nodes"]] == ["control-plane", *["worker"] * 4]
         (mount,) = {tuple(mount.values()) for each in found["nodes"] for mount in each["extraMounts"]}
         folder, seen = mount
@@ -81,7 +84,7 @@ class Laptop:
     def docker(self, words: list[str]) -> str:
         match words:
             case ["build", *rest]:
-                self._build(rest)
+                self.built.add(check_build(rest, self.clone, self.built))
             case ["kill", node]:
                 wait_for("training", lambda: self._workload()["step"] > 8)
                 self.nodes[node].kill()
@@ -98,25 +101,6 @@ class Laptop:
             case _:
                 raise NotImplementedError(words)
         return ""
-
-    def _build(self, words: list[str]) -> None:
-        parser = argparse.ArgumentParser(exit_on_error=False)
-        for flag in ("-t", "--target", "--build-arg"):
-            parser.add_argument(flag)
-        parser.add_argument("-f", default="Dockerfile")
-        parser.add_argument("context")
-        given = parser.parse_args(words)
-        text = (self.clone / given.context / given.f).read_text()
-        if given.target:
-            assert f" AS {given.target}\n" in text
-        if given.build_arg:
-            name, _, base = given.build_arg.partition("=")
-            assert f"ARG {name}=" in text
-            assert base in self.built
-        for copied in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE):
-            for each in copied.split():
-                assert (self.clone / given.context / each).exists(), each
-        self.built.add(given.t)
 
     # -- the cluster --------------------------------------------------------------------------------------------------
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import re
 import socketserver
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-__all__ = ["Program", "Refused", "run_typed"]
+__all__ = ["Program", "check_build", "run_typed"]
 
-#: Gets the arguments, and returns what is printed.
+#: Gets the arguments, and returns what is printed. An error is printed, and the program ends with 1.
 Program = Callable[[list[str]], str]
-
-
-class Refused(Exception):
-    """What a program writes to its standard error, before it ends with 1."""
-
 
 #: Passes its name and arguments to the test, and prints the answer.
 _STAND_IN = """#!{python} -IS
@@ -75,3 +72,28 @@ def run_typed(script: str, folder: Path, programs: Mapping[str, Program], *, tim
                 thread.join()
     assert done.returncode == 0, f"it ended with {done.returncode}:\n{done.stdout}"
     return done.stdout
+
+
+def check_build(words: list[str], folder: Path, built: Collection[str]) -> str:
+    """Compares the arguments of ``docker build`` with the files in ``folder``, its stages and variables with the Dockerfile,
+    and an image below it that is of no registry with those that are built; returns the new image's name."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    for flag in ("-t", "--target", "--build-arg"):
+        parser.add_argument(flag)
+    parser.add_argument("-f")
+    parser.add_argument("context")
+    given = parser.parse_args(words)
+    context = folder / given.context
+    text = (folder / given.f if given.f else context / "Dockerfile").read_text()
+    if given.target:
+        assert f" AS {given.target}\n" in text, given
+    bases = re.findall(r"^FROM ([^$\s]+)", text, re.MULTILINE)
+    if given.build_arg:
+        name, _, base = given.build_arg.partition("=")
+        assert f"ARG {name}=" in text, given
+        bases.append(base)
+    assert all("/" in base or base in built for base in bases), f"{bases} are not built"
+    for copied in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE):
+        missing = [each for each in copied.split() if not (context / each).exists()]
+        assert not missing, missing
+    return str(given.t)
