@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,20 +27,26 @@ class Helm:
     program: Path
     home: Path
 
-    def lint(self, chart: str) -> subprocess.CompletedProcess[str]:
-        return self._run("lint", str(CHARTS / chart), "--strict")
+    def lint(self, chart: str, files: Sequence[Path] = ()) -> subprocess.CompletedProcess[str]:
+        return self.run("lint", str(CHARTS / chart), "--strict", *_given(files))
 
     def template(
-        self, chart: str, values: Mapping[str, Any], name: str, namespace: str
+        self, chart: str, values: Mapping[str, Any], name: str, namespace: str, files: Sequence[Path] = ()
     ) -> subprocess.CompletedProcess[str]:
-        words = "template", name, str(CHARTS / chart), "-n", namespace, "--kube-version", "1.34.0", "-f", "-"
-        return self._run(*words, input=json.dumps(values))
+        words = "template", name, str(CHARTS / chart), "-n", namespace, "--kube-version", "1.34.0"
+        return self.run(*words, *_given([*files, Path("-")]), input=json.dumps(values))
 
     def render(
-        self, chart: str, values: Mapping[str, Any] | None = None, *, name: str = "pretrain", namespace: str = "sup"
+        self,
+        chart: str,
+        values: Mapping[str, Any] | None = None,
+        *,
+        name: str = "pretrain",
+        namespace: str = "sup",
+        files: Sequence[Path] = (),
     ) -> list[Json]:
-        """The objects of a chart, which must all be whole."""
-        done = self.template(chart, values or {}, name, namespace)
+        """The objects of a chart, which must all be whole; ``values`` come after those of ``files``."""
+        done = self.template(chart, values or {}, name, namespace, files)
         assert done.returncode == 0, done.stderr
         found = [each for each in yaml.safe_load_all(done.stdout) if each]
         for each in found:
@@ -53,11 +59,15 @@ class Helm:
         assert done.returncode != 0, f"it was rendered: {done.stdout}"
         return done.stderr
 
-    def _run(self, *words: str, input: str = "") -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, input: str = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         environment = {"HOME": str(self.home), "PATH": os.defpath}
         return subprocess.run(
-            [self.program, *words], env=environment, input=input, capture_output=True, text=True, timeout=60
+            [self.program, *words], env=environment, input=input, cwd=cwd, capture_output=True, text=True, timeout=60
         )
+
+
+def _given(files: Sequence[Path]) -> list[str]:
+    return [word for file in files for word in ("-f", str(file))]
 
 
 def one(objects: list[Json], kind: str, name: str = "") -> Json:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.chart.rendering import CHARTS, Helm
+from tests.chart.rendering import CHARTS, Helm, Json
 from tests.chart.test_supervisor_chart import CASES as SUPERVISORS
 from tests.chart.test_workload_chart import CASES as WORKLOADS
 from tests.cluster.client import Cluster, wait_for
@@ -40,16 +40,14 @@ def test_the_server_knows_every_field(helm4: Helm, control_plane: Cluster, names
     # Those of the Prometheus operator are not there, and pods wait for their ServiceAccounts.
     known = [each for each in found if each["kind"] not in ("ServiceMonitor", "PrometheusRule", "Pod")]
     assert len(known) > 150
-    said = control_plane.kubectl(
-        "apply",
-        "--server-side",
-        "--dry-run=server",
-        "--validate=strict",
-        "-f",
-        "-",
-        input=json.dumps({"apiVersion": "v1", "kind": "List", "items": known}),
-    )
-    assert said.count("serverside-applied") == len(known)
+    assert_taken(control_plane, known)
+
+
+def assert_taken(control_plane: Cluster, objects: list[Json]) -> None:
+    """The API server would take them, and knows each field."""
+    text = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
+    words = "apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", "-"
+    assert control_plane.kubectl(*words, input=text).count("serverside-applied") == len(objects)
 
 
 @pytest.mark.parametrize("version", ["helm", "helm3"])
