@@ -311,7 +311,7 @@ def status(
         )
     console.print(workloads)
     machines = ["machine"] if any(each["machine"] for each in found["hosts"]) else []
-    hosts = _table("host", *machines, "state", "for", "heard", "workload", "node", "block", "why")
+    hosts = _table("host", *machines, "state", "for", "heard", "workload", "node rank", "block", "why")
     for each in found["hosts"]:
         hosts.add_row(
             escape(each["name"]),

@@ -146,8 +146,10 @@ class Controller:
         policy: Policy | None = None,
         settings: ControllerSettings = ControllerSettings(),  # noqa: B008 - frozen
         period_s: float = 5.0,
+        machine_of: Callable[[str], str] = lambda host: "",
     ) -> None:
         self._sensor = sensor
+        self._machine_of = machine_of
         self._policy = policy or DefaultPolicy()
         self._settings = settings
         self._period_s = period_s
@@ -376,6 +378,9 @@ class Controller:
         if one.host and self._sensor.host(one.host) is None:
             self.refused["host"] += 1
             return
+        machine = self._machine_of(one.host)
+        if machine and machine not in one.detail:  # by which people know it: a pod's name is soon another one's
+            one = replace(one, detail=f"{one.detail} (node {machine})".lstrip())
         if one.takes_host_out and self._sensor.state_of(one.host) is not HostState.QUARANTINED:
             # Also when it has no place: no ranks may be moved to it. Silent and cordoned hosts keep their state.
             self._sensor.quarantine(one.host, describe(one), now_s)

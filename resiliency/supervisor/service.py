@@ -89,7 +89,7 @@ _SEEN_BY_MONITORS = frozenset(
 )
 
 #: How the reason of a cordon begins that is the cluster's, and ends with what the cluster wants. It is stored with it.
-_BY_CLUSTER = "the cluster wants it empty: "
+_BY_CLUSTER = "its node is out of use: "
 _SEEN_ON_NODES = frozenset({ObservationKind.HOST_UNHEALTHY, ObservationKind.DEVICE_FAULT, ObservationKind.DRAIN})
 
 
@@ -199,6 +199,7 @@ class Service:
                 dry_run=settings.dry_run,
             ),
             period_s=settings.sensor.period_s,
+            machine_of=self.machine_of,
         )
         self.decided = Decided()
         self.counts = Counts()
