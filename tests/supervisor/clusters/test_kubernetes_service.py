@@ -166,6 +166,21 @@ def test_a_host_whose_pod_is_gone_is_replaced_at_once(tmp_path: Path) -> None:
     run(work)
 
 
+def test_an_incident_names_the_node_of_a_host(tmp_path: Path) -> None:
+    """Whose pod, and so whose name, is soon gone."""
+
+    async def work() -> None:
+        async with leading(settings(tmp_path), cluster=Scripted("abc")) as supervisor:
+            async with monitors(url_of(supervisor), *"abc") as named:
+                await until(lambda: sorted(places(supervisor)) == ["a", "b"])
+                await lose(named, "a")
+                await until(lambda: any(each.kind == "host_lost" for each in supervisor.store.events()))
+                (lost,) = (each for each in supervisor.store.events() if each.kind == "host_lost")
+                assert lost.text.endswith(" s (node node-a)"), lost.text
+
+    run(work)
+
+
 # -- watchdogs of machines ---------------------------------------------------------------------------------------------
 
 
