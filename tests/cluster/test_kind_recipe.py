@@ -167,6 +167,7 @@ class Laptop:
         return node not in places and len(places) == 3 and over and status["workloads"][0]["state"] == "running"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_the_page_works_from_the_first_command_to_the_last(rig: Rig, tmp_path: Path) -> None:
     clone = tmp_path / "clone"

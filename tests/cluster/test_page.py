@@ -56,7 +56,7 @@ def test_the_page_says_which_node_died_and_who_took_its_place(rig: Rig, tmp_path
 
 
 def text_of(browser: Browser) -> str:
-    return str(browser.evaluate("document.body.innerText"))
+    return str(browser.evaluate("document.body ? document.body.innerText : ''"))
 
 
 def until_it_says(browser: Browser, *words: str) -> None:
