@@ -1,4 +1,5 @@
-"""Carries out the plan steps that the supervisor does itself: it runs the user's hook program and calls the cluster."""
+"""Carries out what the supervisor does itself: it runs the user's hook program, which is a step of a plan, and calls the
+cluster, which no plan waits for."""
 
 from __future__ import annotations
 
@@ -32,7 +33,6 @@ class Actuator:
     Args:
         hook: command line of the user's program; empty: there is none. After a kill of the supervisor it is run again
             for the same plan, so it must tolerate a second run; it gets the plan's number.
-        why: returns what is wrong with the hosts of a plan, for people who look at the cluster.
         ended: called with the plan's number, the index of the step, and the problem ("": the step succeeded).
     """
 
@@ -42,9 +42,8 @@ class Actuator:
         hook: tuple[str, ...],
         cluster: Cluster,
         ended: Callable[[int, int, str], None],
-        why: Callable[[Plan], str] = lambda plan: plan.remedy.reason,
     ) -> None:
-        self._hook, self._cluster, self._ended, self._why = hook, cluster, ended, why
+        self._hook, self._cluster, self._ended = hook, cluster, ended
         self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}
         #: What the cluster is told beside all plans, and when it was told last.
         self._asides: dict[str, asyncio.Task[None]] = {}
@@ -58,7 +57,7 @@ class Actuator:
         wanted = {
             (plan.number, plan.at): plan
             for plan in plans.values()
-            if plan.step is not None and plan.step.kind in (StepKind.HOOK, StepKind.CLUSTER_OUT)
+            if plan.step is not None and plan.step.kind is StepKind.HOOK
         }
         for key in self._tasks.keys() - wanted.keys():
             task = self._tasks.pop(key)
@@ -113,16 +112,9 @@ class Actuator:
         step = plan.step
         assert step is not None
         try:
-            if step.kind is StepKind.HOOK:
-                work = self._run_hook(plan, workload)
-            else:
-                work = self._cluster.take_out(step.hosts, self._why(plan))
-            problem = await asyncio.wait_for(work, step.timeout_s)
+            problem = await asyncio.wait_for(self._run_hook(plan, workload), step.timeout_s)
         except asyncio.TimeoutError:
             problem = f"{step.kind} took longer than {step.timeout_s:.0f} s"
-        except Exception as error:  # Boundary: an error of a backend fails the step.
-            logger.exception("plan %d: %s failed", plan.number, step.kind)
-            problem = f"{step.kind}: {type(error).__name__}: {error}"
         self._ended(plan.number, plan.at, problem)
 
     async def _run_hook(self, plan: Plan, workload: Workload) -> str:

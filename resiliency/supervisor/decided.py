@@ -1,14 +1,15 @@
-"""The decisions that are stored, and may therefore be acted upon: the place of each host, and the steps each host is
-asked for. Pure: no input, no output, no clock."""
+"""The decisions that are stored, and may therefore be acted upon: the place of each host, the steps each host is asked
+for, and the hosts that are taken out. Pure: no input, no output, no clock."""
 
 from __future__ import annotations
 
 from resiliency.runtime.messages.monitor import Ask, StepKind
 from resiliency.supervisor.controller import Changes
-from resiliency.supervisor.model import Plan, Workload, WorkloadState
+from resiliency.supervisor.model import Plan, RemedyKind, Workload, WorkloadState
 
 __all__ = ["ASKED", "Decided"]
 
+_TAKES_OUT = (RemedyKind.HOT_SWAP, RemedyKind.SCALE_DOWN)
 #: Kinds of steps that hosts carry out.
 ASKED = (StepKind.CHECKPOINT, StepKind.VERIFY, StepKind.RESET_DEVICES, StepKind.SIGNAL)
 
@@ -20,6 +21,8 @@ class Decided:
         self.workloads: dict[str, Workload] = {}
         #: Plans that are being carried out, by number.
         self.plans: dict[int, Plan] = {}
+        #: Hosts that have lost their places to others, as the plan says that has taken them out.
+        self.out: dict[str, Plan] = {}
         #: By host with a place: the workload's name, and the host's node rank.
         self._places: dict[str, tuple[str, int]] = {}
 
@@ -35,6 +38,8 @@ class Decided:
             known = self.plans.get(plan.number)
             if known is not None and known.step is not None:
                 concerned.update(self.asked(known))
+            if plan.remedy.kind in _TAKES_OUT and (plan.step is None or plan.step.kind is StepKind.PROGRESS):
+                self.out.update(dict.fromkeys(plan.remedy.out, plan))
             if plan.step is None:
                 self.plans.pop(plan.number, None)
             else:

@@ -13,7 +13,6 @@ __all__ = ["make_plan", "save_step", "steps_of"]
 
 #: Seconds that hosts have to confirm their places: that takes one message each way.
 _PLACE_TIMEOUT_S = 15.0
-_CLUSTER_TIMEOUT_S = 60.0
 #: Seconds that hosts have to send a signal to their ranks. Hosts that are gone are not asked.
 _SIGNAL_TIMEOUT_S = 5.0
 #: Margin for all ranks to learn after which step they save: this many seconds of steps, and this many steps more.
@@ -46,8 +45,6 @@ def steps_of(
     if hook_timeout_s:
         steps.append(Step(kind=StepKind.HOOK, timeout_s=hook_timeout_s, required=False))
     steps.append(Step(kind=StepKind.PLACE, timeout_s=spec.stop_timeout_s + _PLACE_TIMEOUT_S))
-    if remedy.out and remedy.kind in (RemedyKind.HOT_SWAP, RemedyKind.SCALE_DOWN):
-        steps.append(Step(kind=StepKind.CLUSTER_OUT, hosts=remedy.out, timeout_s=_CLUSTER_TIMEOUT_S, required=False))
     steps.append(Step(kind=StepKind.PROGRESS, timeout_s=spec.start_timeout_s))
     return tuple(steps)
 

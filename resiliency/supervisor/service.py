@@ -225,7 +225,6 @@ class Service:
             hook=() if hook is None else tuple(hook.command),
             cluster=self._cluster,
             ended=self._carried_out,
-            why=self._why,
         )
         self._heard: dict[str, _Heard] = {}
         #: How many hosts have so many devices.
@@ -453,11 +452,7 @@ class Service:
         for name in self.sensor.to_check(now_s):
             self._check(name, now_s)
         placed = self.decided.place
-        if self.leads() and not self.sensor.frozen:
-            for name in self.sensor.silent_for(_LEFT_BEHIND * self.settings.sensor.timeout_s, now_s):
-                if name in self._facts and placed(name) is None:
-                    # A spare that has died, or a host that could not be taken out when it was replaced.
-                    self._actuator.take_out(name, "it is not heard of any more", now_s)
+        self._take_out(now_s)
         if self._given_up and self.leads() and self.ended is not None and not self.decided.all_is_done:
             # Not while another workload may need the hosts, and not when they are told that the job is completed.
             self._actuator.give_up(tuple(self._heard), "; ".join(self._given_up.values()), now_s)
@@ -472,6 +467,21 @@ class Service:
             if heard.link is not None and self.sensor.state_of(name) is HostState.SILENT:
                 # If the monitor lives, it connects again.
                 heard.link.close("not heard of for too long")
+
+    def _take_out(self, now_s: float) -> None:
+        """Tells the cluster of hosts that were replaced, and of spares that have died, until it has taken them out."""
+        self.decided.out = {name: plan for name, plan in self.decided.out.items() if not self._is_back(name)}
+        if not self.leads() or self.sensor.frozen:
+            return
+        wanted = {name: self._why(name, plan) for name, plan in self.decided.out.items() if name in self._facts}
+        for name in self.sensor.silent_for(_LEFT_BEHIND * self.settings.sensor.timeout_s, now_s):
+            if name in self._facts and self.decided.place(name) is None:
+                wanted.setdefault(name, "it is not heard of any more")
+        for name, reason in wanted.items():
+            self._actuator.take_out(name, reason, now_s)
+
+    def _is_back(self, host: str) -> bool:
+        return self.decided.place(host) is not None or self.sensor.state_of(host) is HostState.READY
 
     def _collect(self) -> None:
         changes = self.controller.take_changes()
@@ -861,6 +871,7 @@ class Service:
         """Handles what the cluster says about a host: that it is to be emptied, or is no more."""
         if facts.is_gone:
             self._facts.pop(facts.host, None)
+            self.decided.out.pop(facts.host, None)
             self._gone.add(facts.host)
         else:
             self._facts[facts.host] = facts
@@ -944,10 +955,10 @@ class Service:
         self.controller.step_ended(number, at, self._clock(), time.time(), problem=problem, hosts=hosts)
         self._due.set()
 
-    def _why(self, plan: Plan) -> str:
-        """What was seen of the hosts that a plan takes out."""
+    def _why(self, host: str, plan: Plan) -> str:
+        """What was seen of a host that the plan takes out."""
         incident = self.controller.incidents.get(plan.incident)
-        seen = [one for one in incident.observations if one.host in plan.remedy.out] if incident is not None else []
+        seen = [one for one in incident.observations if one.host == host] if incident is not None else []
         return f"{seen[-1].kind}: {seen[-1].detail}" if seen and seen[-1].detail else plan.remedy.reason
 
     def _carried_out(self, number: int, at: int, problem: str) -> None:

@@ -30,6 +30,7 @@ from resiliency.runtime.messages.monitor import (
 from resiliency.runtime.messages.observations import Observation, ObservationKind
 from resiliency.runtime.messages.places import Place
 from resiliency.supervisor import service as service_module
+from resiliency.supervisor.clusters.base import HostFacts
 from resiliency.supervisor.clusters.none import NoCluster
 from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.model import Outcome, Plan, WorkloadSpec
@@ -241,8 +242,13 @@ class _AsCluster(NoCluster):
     def __init__(self, whole: Whole) -> None:
         self._whole = whole
 
+    async def run(self, changed: Any) -> None:
+        for host in self._whole.hosts:
+            changed(HostFacts(host=host))
+        await super().run(changed)
+
     async def take_out(self, hosts: Any, reason: str) -> str:
-        return await self._whole.take_out(hosts, reason)
+        return await self._whole.take_out(hosts)
 
 
 class Whole:
@@ -256,6 +262,8 @@ class Whole:
         self.said: list[tuple[str, StepEnded]] = []
         #: Of this supervisor's life: what it has carried out itself, by plan and step.
         self.own: Counter[tuple[int, int]] = Counter()
+        #: Hosts that the cluster was told to take out.
+        self.taken_out: set[str] = set()
         #: Those of all lives, and those that are in hand.
         self.own_ever: set[tuple[int, int]] = set()
         self.own_now: set[tuple[int, int]] = set()
@@ -299,30 +307,33 @@ class Whole:
             self.loop.complete(running)
 
     async def _run_hook(self, plan: Plan, workload: Any) -> str:
-        return await self._own_step(StepKind.HOOK, self.hook_behaves, plan)
-
-    async def take_out(self, hosts: Any, reason: str) -> str:
-        """Of the cluster."""
-        (plan,) = [plan for plan in self.journal.plans.values() if plan.outcome is Outcome.ACTIVE]
-        return await self._own_step(StepKind.CLUSTER_OUT, self.cluster_behaves, plan)
-
-    async def _own_step(self, kind: StepKind, how: str, plan: Plan) -> str:
-        stored = self.journal.plans[plan.number]
-        self.must(stored.at == plan.at and stored.steps[plan.at].kind is kind, f"{kind} is not what the journal says")
+        stored, how = self.journal.plans[plan.number], self.hook_behaves
+        is_due = stored.at == plan.at and stored.steps[plan.at].kind is StepKind.HOOK
+        self.must(is_due, "the hook is not what the journal says")
         self.own[plan.number, plan.at] += 1
-        self.must(self.own[plan.number, plan.at] == 1, f"{kind} of plan {plan.number} was begun twice")
+        self.must(self.own[plan.number, plan.at] == 1, f"the hook of plan {plan.number} was begun twice")
         self.own_ever.add((plan.number, plan.at))
         self.own_now.add((plan.number, plan.at))
         try:
-            if how == "hangs":
-                await asyncio.Event().wait()
-            if how in ("slow", "late"):
-                await asyncio.sleep(SLOW_S)
-            if how == "throws":
-                raise ValueError("the backend is broken")
-            return "it failed" if how == "fails" else ""
+            return await self._does(how)
         finally:
             self.own_now.discard((plan.number, plan.at))
+
+    async def take_out(self, hosts: Any) -> str:
+        """Of the cluster. No host with a place is ever taken out."""
+        placed = [host for host in hosts if host in self.job.places and not self.job.state.has_ended]
+        self.must(not placed, f"{placed} are taken out, and have places")
+        self.taken_out.update(hosts)
+        return await self._does(self.cluster_behaves)
+
+    async def _does(self, how: str) -> str:
+        if how == "hangs":
+            await asyncio.Event().wait()
+        if how in ("slow", "late"):
+            await asyncio.sleep(SLOW_S)
+        if how == "throws":
+            raise ValueError("the backend is broken")
+        return "it failed" if how == "fails" else ""
 
     def take(self, link: HostLink, text: str) -> None:
         """What a monitor has sent."""
@@ -403,7 +414,7 @@ class Whole:
                 if step.required and step.kind in (StepKind.VERIFY, StepKind.RESET_DEVICES):
                     for name in step.hosts:
                         assert (before.number, at, step.kind) in self.hosts[name].done, f"{name}: {step.kind}"
-                if step.kind in (StepKind.HOOK, StepKind.CLUSTER_OUT):
+                if step.kind is StepKind.HOOK:
                     assert (before.number, at) in self.own_ever, f"{step.kind} of plan {before.number} was left out"
         self.journal.transitions.clear()
 

@@ -26,6 +26,7 @@ from resiliency.runtime.messages.monitor import (
     unpack,
 )
 from resiliency.runtime.messages.observations import Observation, ObservationKind
+from resiliency.supervisor.clusters.base import HostFacts
 from resiliency.supervisor.clusters.none import NoCluster
 from resiliency.supervisor.clusters.registry import CLUSTERS
 from resiliency.supervisor.controller import Changes
@@ -75,6 +76,11 @@ def test_the_cluster_that_the_settings_choose_is_told_of_a_host_that_is_swapped(
     told: list[list[str]] = []
 
     class Cordons(NoCluster):
+        async def run(self, changed: Callable[[HostFacts], None]) -> None:
+            for host in "abc":
+                changed(HostFacts(host=host))
+            await super().run(changed)
+
         async def take_out(self, hosts: Sequence[str], reason: str) -> str:
             told.append(list(hosts))
             return ""
@@ -88,7 +94,7 @@ def test_the_cluster_that_the_settings_choose_is_told_of_a_host_that_is_swapped(
             lost = next(host for host in hosts if host.place is not None)
             assert supervisor.service is not None and supervisor.service.drain(lost.name, "a test")
             await until(lambda: is_running(supervisor, 2))
-            assert told == [[lost.name]]
+            await until(lambda: told == [[lost.name]])
 
     run(work)
 

@@ -161,7 +161,7 @@ class StepKind(str, Enum):
     RESET_DEVICES = "reset_devices"
     SIGNAL = "signal"  # ranks get the user's signal
     HOOK = "hook"  # the user's program
-    CLUSTER_OUT = "cluster_out"  # the cluster is told not to use hosts: cordon, delete the pod
+    CLUSTER_OUT = "cluster_out"  # in plans stored long ago; the cluster is told beside all plans
     PLACE = "place"  # hosts are told their places, until each has confirmed its place
     PROGRESS = "progress"  # ranks have trained a step
 

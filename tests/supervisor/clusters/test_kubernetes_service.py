@@ -441,6 +441,36 @@ def test_a_cluster_that_does_not_answer_holds_up_no_further_swap(tmp_path: Path)
     run(work)
 
 
+def test_an_incident_is_over_when_ranks_train_and_the_cluster_is_told_until_it_has_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a drained host, which lives; also by the next supervisor."""
+    monkeypatch.setattr(actuator_module, "_AGAIN_S", 0.2)
+
+    async def work() -> None:
+        made, cluster = settings(tmp_path), Scripted("abc")
+        cluster.hangs = True
+        async with leading(made, cluster=cluster) as supervisor:
+            async with monitors(url_of(supervisor), *"abc"):
+                await until(lambda: len(places(supervisor)) == 2)
+                drained, _ = places(supervisor)
+                cluster.say(drained, unwanted="its node is cordoned")
+                await until(lambda: drained not in places(supervisor) and len(places(supervisor)) == 2)
+                service = supervisor.service
+                assert service is not None and service.controller.workloads["job"].incident is None
+                await until(lambda: cluster.out == [(drained,)])
+        cluster.hangs, cluster.problem = False, "the API server is away"
+        async with leading(made, cluster=cluster) as supervisor, monitors(url_of(supervisor), *"abc"):
+            await until(lambda: len(cluster.out) >= 3)
+            assert set(cluster.out) == {(drained,)}
+            cluster.say(drained, is_gone=True)
+            told = len(cluster.out)
+            await asyncio.sleep(2.5)
+            assert len(cluster.out) == told
+
+    run(work)
+
+
 @pytest.mark.parametrize("others", ["none", "run", "completed", "by hand"])
 def test_a_job_that_is_given_up_is_said_when_no_other_needs_its_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: str
