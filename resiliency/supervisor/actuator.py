@@ -1,5 +1,5 @@
-"""Carries out what the supervisor does itself: it runs the user's hook program, which is a step of a plan, and calls the
-cluster, which no plan waits for."""
+"""Carries out what the supervisor does itself: it runs the user's hook program, which is a step of a plan, and calls
+the cluster, which no plan waits for."""
 
 from __future__ import annotations
 
@@ -69,9 +69,10 @@ class Actuator:
             workload = workloads[plan.workload]
             self._tasks[key] = asyncio.create_task(self._run(plan, workload), name=f"plan-{plan.number}")
 
-    def take_out(self, host: str, reason: str, now_s: float) -> None:
-        """Tells the cluster, beside all plans, not to use a host; again after ``_AGAIN_S`` if it is still there."""
-        self._aside(f"{host} is not taken out", lambda: self._cluster.take_out((host,), reason), now_s)
+    def take_out(self, host: str, reason: str, now_s: float, *, is_dead: bool) -> None:
+        """Tells the cluster not to use a host; again after ``_AGAIN_S`` if it is still there."""
+        what = f"{host} is not taken out"
+        self._aside(what, lambda: self._cluster.take_out(host, reason, is_dead=is_dead), now_s)
 
     def give_up(self, hosts: tuple[str, ...], reason: str, now_s: float) -> None:
         """Tells the cluster that the job of these hosts has failed for good; again after ``_AGAIN_S``, because it may

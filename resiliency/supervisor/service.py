@@ -478,7 +478,9 @@ class Service:
             if name in self._facts and self.decided.place(name) is None:
                 wanted.setdefault(name, "it is not heard of any more")
         for name, reason in wanted.items():
-            self._actuator.take_out(name, reason, now_s)
+            known = self.sensor.host(name)
+            is_dead = known is None or now_s - known.heard_s > self.settings.sensor.timeout_s
+            self._actuator.take_out(name, reason, now_s, is_dead=is_dead)
 
     def _is_back(self, host: str) -> bool:
         return self.decided.place(host) is not None or self.sensor.state_of(host) is HostState.READY

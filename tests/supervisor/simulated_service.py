@@ -247,8 +247,8 @@ class _AsCluster(NoCluster):
             changed(HostFacts(host=host))
         await super().run(changed)
 
-    async def take_out(self, hosts: Any, reason: str) -> str:
-        return await self._whole.take_out(hosts)
+    async def take_out(self, host: str, reason: str, *, is_dead: bool) -> str:
+        return await self._whole.take_out(host)
 
 
 class Whole:
@@ -319,11 +319,11 @@ class Whole:
         finally:
             self.own_now.discard((plan.number, plan.at))
 
-    async def take_out(self, hosts: Any) -> str:
+    async def take_out(self, host: str) -> str:
         """Of the cluster. No host with a place is ever taken out."""
-        placed = [host for host in hosts if host in self.job.places and not self.job.state.has_ended]
-        self.must(not placed, f"{placed} are taken out, and have places")
-        self.taken_out.update(hosts)
+        has_place = host in self.job.places and not self.job.state.has_ended
+        self.must(not has_place, f"{host} is taken out, and has a place")
+        self.taken_out.add(host)
         return await self._does(self.cluster_behaves)
 
     async def _does(self, how: str) -> str:

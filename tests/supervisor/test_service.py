@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def test_two_monitors_get_places_and_the_address_of_the_first_and_train(tmp_path
 def test_the_cluster_that_the_settings_choose_is_told_of_a_host_that_is_swapped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[list[str]] = []
+    told: list[str] = []
 
     class Cordons(NoCluster):
         async def run(self, changed: Callable[[HostFacts], None]) -> None:
@@ -81,8 +81,8 @@ def test_the_cluster_that_the_settings_choose_is_told_of_a_host_that_is_swapped(
                 changed(HostFacts(host=host))
             await super().run(changed)
 
-        async def take_out(self, hosts: Sequence[str], reason: str) -> str:
-            told.append(list(hosts))
+        async def take_out(self, host: str, reason: str, *, is_dead: bool) -> str:
+            told.append(host)
             return ""
 
     monkeypatch.setitem(CLUSTERS, "cordons", lambda settings: (Cordons(), None))
@@ -94,7 +94,7 @@ def test_the_cluster_that_the_settings_choose_is_told_of_a_host_that_is_swapped(
             lost = next(host for host in hosts if host.place is not None)
             assert supervisor.service is not None and supervisor.service.drain(lost.name, "a test")
             await until(lambda: is_running(supervisor, 2))
-            await until(lambda: told == [[lost.name]])
+            await until(lambda: told == [lost.name])
 
     run(work)
 

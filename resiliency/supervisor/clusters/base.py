@@ -78,9 +78,12 @@ class Cluster(Protocol):
         """
         ...
 
-    async def take_out(self, hosts: Sequence[str], reason: str) -> str:
-        """Tells the cluster not to use hosts: cordons their machines, removes their pods. It may be called again with
-        the same hosts, and is cancelled when its deadline has passed.
+    async def take_out(self, host: str, reason: str, *, is_dead: bool) -> str:
+        """Tells the cluster not to use a host: cordons its machine, removes its pod. It may be called again with the
+        same host, and is cancelled when its deadline has passed.
+
+        Args:
+            is_dead: it is not heard of. Another one is given the time to end what it does: checkpoints are uploaded.
 
         Returns:
             What went wrong; "" when it is done.

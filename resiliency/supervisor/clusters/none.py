@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 
 from resiliency.supervisor.clusters.base import HostFacts, Identity
 
 __all__ = ["NoCluster"]
 
-logger = logging.getLogger(__name__)
-
 
 class NoCluster:
-    """Only logs, see :class:`~resiliency.supervisor.clusters.base.Cluster`."""
+    """Does nothing, see :class:`~resiliency.supervisor.clusters.base.Cluster`."""
 
     vouches = False
 
@@ -24,8 +21,7 @@ class NoCluster:
     async def identify(self, token: str) -> Identity | None:
         return None
 
-    async def take_out(self, hosts: Sequence[str], reason: str) -> str:
-        logger.info("%s out of use: %s", ", ".join(hosts), reason or "replaced")
+    async def take_out(self, host: str, reason: str, *, is_dead: bool) -> str:
         return ""
 
     async def give_up(self, hosts: Sequence[str], reason: str) -> str:

@@ -122,11 +122,11 @@ def test_a_pod_that_has_ended_is_no_host_any_more_and_its_node_is_left_alone(ser
                 await until(lambda: "a" in cluster.facts)
                 server.end_pod("a", phase)
                 await until(lambda: cluster.gone == ["a"])
-                assert await cluster.take_out(["a"], "not heard of") == ""
+                assert await cluster.take_out("a", "not heard of", is_dead=True) == ""
             async with watched(server) as cluster:
                 server.add_pod("b", node)
                 await until(lambda: "b" in cluster.facts)
-                assert "a" not in cluster.facts and await cluster.take_out(["a"], "not heard of") == ""
+                assert "a" not in cluster.facts and await cluster.take_out("a", "not heard of", is_dead=True) == ""
             assert server.pods() == {"a", "b"} and server.writes() == []
 
     run(work)
@@ -144,14 +144,15 @@ def test_a_lost_host_takes_two_writes_and_a_second_time_none(server: Server) -> 
             async with watched(server) as cluster:
                 await until(lambda: cluster.facts.keys() == {"a", "b"})
                 began = datetime.now(timezone.utc)
-                assert await cluster.take_out(["a"], "it is silent") == ""
+                assert await cluster.take_out("a", "it is silent", is_dead=True) == ""
                 assert server.writes(2) == [("PATCH", f"nodes/{node}", 200), ("DELETE", "pods/a", 200)]
                 assert is_out(server, node) and server.pods() == {"b"} and not is_out(server, spared)
                 said = annotations(server, node)
                 end = datetime.strptime(said[UNTIL], "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
                 assert 998 < (end - began).total_seconds() < 1030 and said["resiliency/reason"] == "it is silent"
                 await until(lambda: cluster.gone == ["a"])
-                assert await cluster.take_out(["a", "never-seen"], "it is silent") == ""
+                assert await cluster.take_out("a", "it is silent", is_dead=True) == ""
+                assert await cluster.take_out("never-seen", "it is silent", is_dead=True) == ""
                 assert len(server.writes()) == 2
 
     run(work)
@@ -165,9 +166,9 @@ def test_the_second_pod_of_a_node_makes_its_quarantine_no_longer(server: Server)
             server.add_pod("b", node)
             async with watched(server) as cluster:
                 await until(lambda: cluster.facts.keys() == {"a", "b"})
-                assert await cluster.take_out(["a"], "first") == ""
+                assert await cluster.take_out("a", "first", is_dead=True) == ""
                 said = annotations(server, node)
-                assert await cluster.take_out(["b"], "second") == "" and annotations(server, node) == said
+                assert await cluster.take_out("b", "second", is_dead=True) == "" and annotations(server, node) == said
                 assert said["resiliency/falls"] == "1" and server.pods() == set() and is_out(server, node)
 
     run(work)
@@ -185,7 +186,7 @@ def test_a_newer_pod_of_the_same_name_is_never_deleted(server: Server) -> None:
             await asyncio.gather(running, return_exceptions=True)
             server.delete_pod("a")
             server.add_pod("a", node)
-            assert await made.take_out(["a"], "it is silent") == ""
+            assert await made.take_out("a", "it is silent", is_dead=True) == ""
             assert server.writes() == [] and server.pods() == {"a"}
             await made.close()
 
@@ -200,7 +201,7 @@ def test_a_node_that_is_gone_is_no_problem(server: Server) -> None:
             async with watched(server) as cluster:
                 await until(lambda: "a" in cluster.facts)
                 server.remove_node(node)
-                assert await cluster.take_out(["a"], "it is silent") == ""
+                assert await cluster.take_out("a", "it is silent", is_dead=True) == ""
                 assert server.pods() == set()
 
     run(work)
@@ -224,17 +225,38 @@ def test_a_pod_that_somebody_else_deletes_is_given_its_grace_and_its_node_is_lef
                 expected = f"node {node} is cordoned" if cordoned else "pod a is being deleted"
                 await until(lambda: "a" in cluster.facts and cluster.facts["a"].unwanted == expected)
                 await asyncio.sleep(0.2 if cordoned else 0)  # the deletion changes none of the facts
-                assert await cluster.take_out(["a"], "drained") == ""
+                assert await cluster.take_out("a", "drained", is_dead=True) == ""
                 assert server.writes() == [] and server.pods() == {"a"}
                 server.set_ready(node, False)
 
                 async def taken_out() -> bool:
-                    assert await cluster.take_out(["a"], "drained") == ""
+                    assert await cluster.take_out("a", "drained", is_dead=True) == ""
                     return server.pods() == set()
 
                 while not await taken_out():
                     await asyncio.sleep(0.01)
                 assert is_out(server, node)
+
+    run(work)
+
+
+def test_the_pod_of_a_host_that_lives_has_its_grace_and_is_not_asked_to_go_again(server: Server) -> None:
+    """In which its checkpoints are uploaded. It has none when its node is lost."""
+
+    async def work() -> None:
+        async with server:
+            node = server.add_node("n")
+            server.add_pod("a", node)
+            async with watched(server) as cluster:
+                await until(lambda: "a" in cluster.facts)
+                assert await cluster.take_out("a", "drained", is_dead=False) == ""
+                await until(lambda: "was taken out: drained" in cluster.facts["a"].unwanted)
+                assert await cluster.take_out("a", "drained", is_dead=False) == ""
+                assert server.pods() == {"a"} and is_out(server, node) and len(server.writes(2)) == 2
+                server.set_ready(node, False)
+                while server.pods():
+                    assert await cluster.take_out("a", "drained", is_dead=False) == ""
+                    await asyncio.sleep(0.01)
 
     run(work)
 
@@ -247,7 +269,9 @@ def test_a_dry_run_writes_nothing(server: Server) -> None:
             server.add_job("job")
             async with watched(server, dry_run=True) as cluster:
                 await until(lambda: "a" in cluster.facts)
-                assert await cluster.take_out(["a"], "lost") == "" == await cluster.give_up(["a"], "no more")
+                assert (
+                    await cluster.take_out("a", "lost", is_dead=True) == "" == await cluster.give_up(["a"], "no more")
+                )
             assert server.writes() == [] and server.pods() == {"a"}
 
     run(work)
@@ -267,7 +291,7 @@ def test_a_node_comes_back_after_its_quarantine_once_it_works(server: Server) ->
             server.add_pod("a", node)
             async with watched(server) as cluster:
                 await until(lambda: "a" in cluster.facts)
-                assert await cluster.take_out(["a"], "lost") == ""
+                assert await cluster.take_out("a", "lost", is_dead=True) == ""
                 server.set_ready(node, False)
                 server.add_pod("b", node)
                 await until(lambda: "b" in cluster.facts and "was taken out: lost" in cluster.facts["b"].unwanted)
@@ -294,7 +318,7 @@ def test_a_cordon_and_taints_that_others_have_made_stay(server: Server) -> None:
             server.change_node(node, {"spec": {"unschedulable": True, "taints": [theirs]}})
             async with watched(server) as cluster:
                 await until(lambda: "a" in cluster.facts)
-                assert await cluster.take_out(["a"], "lost") == ""
+                assert await cluster.take_out("a", "lost", is_dead=True) == ""
                 assert is_out(server, node) and "theirs" in taints(server, node)
                 end_quarantine(server, node)
                 await until(lambda: FAILED not in taints(server, node))
@@ -310,7 +334,7 @@ def test_who_removes_the_taint_has_given_the_node_back(server: Server) -> None:
             server.add_pod("a", node)
             async with watched(server) as cluster:
                 await until(lambda: "a" in cluster.facts)
-                assert await cluster.take_out(["a"], "lost") == ""
+                assert await cluster.take_out("a", "lost", is_dead=True) == ""
                 server.change_node(node, {"spec": {"unschedulable": None, "taints": None}})
                 server.add_pod("b", node)
                 await until(lambda: "b" in cluster.facts and not cluster.facts["b"].unwanted)

@@ -37,7 +37,7 @@ class Scripted(NoCluster):
 
     def __init__(self, hosts: str = "") -> None:
         self.facts = {host: HostFacts(host=host, node=f"node-{host}") for host in hosts}
-        self.out: list[tuple[str, ...]] = []
+        self.out: list[tuple[str, str]] = []
         self.up: list[tuple[frozenset[str], str]] = []
         self.problem, self.hangs = "", False
         self._changed: Callable[[HostFacts], None] = lambda facts: None
@@ -52,8 +52,8 @@ class Scripted(NoCluster):
         self.facts[host] = HostFacts(host=host, node=f"node-{host}", **values)
         self._changed(self.facts[host])
 
-    async def take_out(self, hosts: Sequence[str], reason: str) -> str:
-        self.out.append(tuple(hosts))
+    async def take_out(self, host: str, reason: str, *, is_dead: bool) -> str:
+        self.out.append((host, "dead" if is_dead else "alive"))
         if self.hangs:
             await asyncio.Event().wait()
         return self.problem
@@ -397,7 +397,7 @@ def test_a_spare_that_dies_is_taken_out_and_again_while_its_pod_is_there(
                 cluster.problem = "the API server is away"
                 await until(lambda: len(cluster.out) >= 2)
                 cluster.problem = ""
-                assert set(cluster.out) == {("c",)}, "of z no pod is known"
+                assert set(cluster.out) == {("c", "dead")}, "of z no pod is known"
                 assert len(places(supervisor)) == 2
                 cluster.say("c", is_gone=True)
                 told = len(cluster.out)
@@ -418,7 +418,7 @@ def test_a_host_with_ranks_is_told_of_by_its_plan_alone(tmp_path: Path) -> None:
                 lost, _ = places(supervisor)
                 await lose(named, lost)
                 await replaced(supervisor, named, lost, 2)
-                await until(lambda: cluster.out == [(lost,)])
+                await until(lambda: cluster.out == [(lost, "dead")])
 
     run(work)
 
@@ -458,11 +458,11 @@ def test_an_incident_is_over_when_ranks_train_and_the_cluster_is_told_until_it_h
                 await until(lambda: drained not in places(supervisor) and len(places(supervisor)) == 2)
                 service = supervisor.service
                 assert service is not None and service.controller.workloads["job"].incident is None
-                await until(lambda: cluster.out == [(drained,)])
+                await until(lambda: cluster.out == [(drained, "alive")])
         cluster.hangs, cluster.problem = False, "the API server is away"
         async with leading(made, cluster=cluster) as supervisor, monitors(url_of(supervisor), *"abc"):
             await until(lambda: len(cluster.out) >= 3)
-            assert set(cluster.out) == {(drained,)}
+            assert set(cluster.out) == {(drained, "alive")}
             cluster.say(drained, is_gone=True)
             told = len(cluster.out)
             await asyncio.sleep(2.5)

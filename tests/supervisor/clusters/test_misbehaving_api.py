@@ -428,7 +428,7 @@ def test_a_node_that_changes_meanwhile_is_taken_out_all_the_same(fake_api: FakeA
     async def do(server: FakeServer, cluster: KubernetesCluster) -> None:
         for number in range(3):
             fake_api.meanwhile("PATCH", lambda number=number: server.change_node("n", {"metadata": {"labels": {"x": str(number)}}}))  # type: ignore[misc]  # fmt: skip
-        assert await cluster.take_out(["a"], "lost") == ""
+        assert await cluster.take_out("a", "lost", is_dead=True) == ""
         assert [code for _, _, code in server.writes()] == [409, 409, 409, 200, 200]
         assert server.node("n")["metadata"]["labels"]["x"] == "2"
 
@@ -439,7 +439,7 @@ def test_a_node_that_changes_all_the_time_is_a_problem_and_no_endless_one(fake_a
     async def do(server: FakeServer, cluster: KubernetesCluster) -> None:
         for number in range(100):
             fake_api.meanwhile("PATCH", lambda number=number: server.change_node("n", {"metadata": {"labels": {"x": str(number)}}}))  # type: ignore[misc]  # fmt: skip
-        assert "409" in await cluster.take_out(["a"], "lost") and server.pods() == {"a"}
+        assert "409" in await cluster.take_out("a", "lost", is_dead=True) and server.pods() == {"a"}
 
     run(lambda: with_cluster(fake_api, do))
 
@@ -447,9 +447,9 @@ def test_a_node_that_changes_all_the_time_is_a_problem_and_no_endless_one(fake_a
 def test_a_host_whose_pod_could_not_be_deleted_is_taken_out_again_and_its_quarantine_stays(fake_api: FakeApi) -> None:
     async def do(server: FakeServer, cluster: KubernetesCluster) -> None:
         fake_api.fail(Refuse(403), lambda verb, path: verb == "DELETE")
-        assert "DELETE" in await cluster.take_out(["a"], "lost") and server.pods() == {"a"}
+        assert "DELETE" in await cluster.take_out("a", "lost", is_dead=True) and server.pods() == {"a"}
         said = server.node("n")["metadata"]["annotations"]
-        assert await cluster.take_out(["a"], "lost") == "" and server.pods() == set()
+        assert await cluster.take_out("a", "lost", is_dead=True) == "" and server.pods() == set()
         assert server.node("n")["metadata"]["annotations"] == said
 
     run(lambda: with_cluster(fake_api, do))
@@ -457,7 +457,7 @@ def test_a_host_whose_pod_could_not_be_deleted_is_taken_out_again_and_its_quaran
 
 def test_a_node_that_fails_again_as_it_is_about_to_come_back_stays_out(fake_api: FakeApi) -> None:
     async def do(server: FakeServer, cluster: KubernetesCluster) -> None:
-        assert await cluster.take_out(["a"], "lost") == ""
+        assert await cluster.take_out("a", "lost", is_dead=True) == ""
         again = {"metadata": {"annotations": {UNTIL: "2199-01-01T00:00:00Z"}}}
         handled = []
 

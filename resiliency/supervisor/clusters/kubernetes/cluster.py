@@ -1,8 +1,9 @@
 """The Kubernetes backend: a host is a pod of a JobSet, its machine is a node.
 
 A lost host needs the API server for nothing: its ranks are given to a spare pod that runs already. Afterwards two
-writes clean up: the node is cordoned and tainted, and the pod is deleted without a grace, so that the Job controller
-makes it anew on another node, where it is the next spare. No other pod is touched, and the JobSet does not restart.
+writes clean up: the node is cordoned and tainted, and the pod is deleted, so that the Job controller makes it anew on
+another node, where it is the next spare. No other pod is touched, and the JobSet does not restart. A pod whose host
+lives is given its own grace, in which checkpoints are uploaded.
 """
 
 from __future__ import annotations
@@ -194,11 +195,7 @@ class KubernetesCluster:
 
     # -- what the cluster is told -------------------------------------------------------------------------------------
 
-    async def take_out(self, hosts: Sequence[str], reason: str) -> str:
-        problems = await asyncio.gather(*(self._take_out(host, reason) for host in hosts))
-        return "; ".join(problem for problem in problems if problem)
-
-    async def _take_out(self, host: str, reason: str) -> str:
+    async def take_out(self, host: str, reason: str, *, is_dead: bool) -> str:
         try:
             pod = await self._present(host)
         except ApiError as error:
@@ -207,7 +204,8 @@ class KubernetesCluster:
             return ""  # it is gone
         node = self._nodes.get(pod.node)
         if pod.is_going and node is not None and node.ready:
-            logger.info("pod %s was deleted by somebody else; its node %s stays in use", host, pod.node)
+            if not node.is_ours:
+                logger.info("pod %s was deleted by somebody else; its node %s stays in use", host, pod.node)
             return ""
         if self._dry_run:
             logger.info("dry run: node %s would be cordoned and pod %s deleted (%s)", pod.node, host, reason)
@@ -217,7 +215,7 @@ class KubernetesCluster:
                 await self._change_node(
                     pod.node, lambda item: cordon_patch(item, reason or "replaced", self._quarantine_s, time.time())
                 )
-            await self._delete(pod)
+            await self._delete(pod, at_once=is_dead or node is None or not node.ready)
         except ApiError as error:
             return str(error)
         logger.warning("node %s is cordoned and pod %s deleted: %s", pod.node, host, reason or "replaced")
@@ -252,14 +250,15 @@ class KubernetesCluster:
                     raise
             await asyncio.sleep(random.uniform(0.05, 0.2))
 
-    async def _delete(self, pod: Pod) -> None:
-        """Deletes the pod without waiting for its kubelet, which may be gone; a newer pod of its name stays."""
-        body = {
-            "apiVersion": "v1",
-            "kind": "DeleteOptions",
-            "gracePeriodSeconds": 0,
-            "preconditions": {"uid": pod.uid},
-        }
+    async def _delete(self, pod: Pod, *, at_once: bool) -> None:
+        """Deletes the pod; a newer one of its name stays.
+
+        Args:
+            at_once: nobody waits for its kubelet, which may be gone. Otherwise the pod has its own grace.
+        """
+        body: dict[str, Any] = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": pod.uid}}
+        if at_once:
+            body["gracePeriodSeconds"] = 0
         try:
             await self._api.request("DELETE", f"/api/v1/namespaces/{self._namespace}/pods/{pod.name}", body)
         except ApiError as error:
