@@ -74,11 +74,15 @@ class Actuator:
         what = f"{host} is not taken out"
         self._aside(what, lambda: self._cluster.take_out(host, reason, is_dead=is_dead), now_s)
 
-    def give_up(self, hosts: tuple[str, ...], reason: str, now_s: float) -> None:
-        """Tells the cluster that the job of these hosts has failed for good; again after ``_AGAIN_S``, because it may
-        be away."""
-        what = "the cluster does not know that the job is given up"
-        self._aside(what, lambda: self._cluster.give_up(hosts, reason), now_s)
+    def give_up(self, job: str, reason: str, now_s: float) -> None:
+        """Tells the cluster that a job has failed for good; again after ``_AGAIN_S``, because it may be away."""
+        what = f"the cluster does not know that job {job} is given up"
+        self._aside(what, lambda: self._cluster.give_up(job, reason), now_s)
+
+    def keep(self, job: str, text: str, now_s: float) -> None:
+        """Has the cluster keep a text with a job; again after ``_AGAIN_S``, because it may be away."""
+        what = f"the cluster does not know which workloads of job {job} were stopped"
+        self._aside(what, lambda: self._cluster.keep(job, text), now_s)
 
     def _aside(self, what: str, work: Callable[[], Coroutine[Any, Any, str]], now_s: float) -> None:
         if what in self._asides or now_s - self._told_s.get(what, float("-inf")) < _AGAIN_S:

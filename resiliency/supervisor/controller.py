@@ -279,6 +279,7 @@ class Controller:
                 replicas_before=len(found.places) // workload.spec.hosts_per_replica,
                 since_s=now_s,
                 reason="",
+                by_hand=False,
             )
         )
         return True
@@ -289,11 +290,19 @@ class Controller:
         if workload.job != job:
             self._set(replace(workload, job=job))
 
-    def stop(self, name: str, reason: str, now_s: float, wall: float) -> bool:
-        """Ends a workload for good. Returns False when no workload of this name runs."""
+    def stop(
+        self, name: str, reason: str, now_s: float, wall: float, *, by_hand: bool = False, generation: int = 0
+    ) -> bool:
+        """Ends a workload for good. Returns False when no workload of this name runs, or it had a later generation.
+
+        Args:
+            by_hand: an operator wants it.
+            generation: the one that was stopped by an earlier supervisor; 0: this one stops the present one.
+        """
         workload = self._workloads.get(name)
-        if workload is None or workload.state.has_ended:
+        if workload is None or workload.state.has_ended or workload.generation > (generation or _MOST_GENERATION):
             return False
+        self._set(replace(workload, generation=max(workload.generation, generation), by_hand=by_hand))
         self._end(workload, WorkloadState.STOPPED, reason, now_s, wall)
         return True
 

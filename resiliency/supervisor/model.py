@@ -331,6 +331,7 @@ class Workload:
         incident: number of the open incident; None: there is none.
         goodput: the running goodput when this was stored.
         job: what its hosts belong to, as the cluster says; "": it does not say.
+        by_hand: it is STOPPED because an operator has stopped it.
     """
 
     spec: WorkloadSpec
@@ -351,6 +352,7 @@ class Workload:
     reason: str = ""
     goodput: RunningGoodput = RunningGoodput()
     job: str = ""
+    by_hand: bool = False
 
     @property
     def name(self) -> str:

@@ -41,6 +41,7 @@ from resiliency.supervisor.clusters.base import Cluster, HostFacts
 from resiliency.supervisor.clusters.none import NoCluster
 from resiliency.supervisor.controller import Changes, Controller, ControllerSettings
 from resiliency.supervisor.decided import ASKED, Decided
+from resiliency.supervisor.ends import ends_of, ends_text
 from resiliency.supervisor.hang_watch import HangWatch
 from resiliency.supervisor.history import History
 from resiliency.supervisor.lease import Lease
@@ -217,10 +218,8 @@ class Service:
         self._gone: set[str] = set()
         #: Why hosts on a machine cannot have ranks, as its watchdogs say; "": they can.
         self._node_problems: dict[str, str] = {}
-        #: Workloads that an operator has stopped, and may start again.
-        self._stopped_by_hand: set[str] = set()
-        #: Why workloads were stopped for good otherwise.
-        self._given_up: dict[str, str] = {}
+        #: What the cluster keeps with each job about the ends of its workloads.
+        self._kept: dict[str, str] = {}
         self._actuator = Actuator(
             hook=() if hook is None else tuple(hook.command),
             cluster=self._cluster,
@@ -453,9 +452,8 @@ class Service:
             self._check(name, now_s)
         placed = self.decided.place
         self._take_out(now_s)
-        if self._given_up and self.leads() and self.ended is not None and not self.decided.all_is_done:
-            # Not while another workload may need the hosts, and not when they are told that the job is completed.
-            self._actuator.give_up(tuple(self._heard), "; ".join(self._given_up.values()), now_s)
+        if self.leads():
+            self._tell_of_ends(now_s)
         ended = [name for name in self._gone if (one := self._heard.get(name)) is None or one.link is None]
         for name in [*self.sensor.forgotten(now_s), *ended]:
             if placed(name) is None:
@@ -481,6 +479,18 @@ class Service:
             known = self.sensor.host(name)
             is_dead = known is None or now_s - known.heard_s > self.settings.sensor.timeout_s
             self._actuator.take_out(name, reason, now_s, is_dead=is_dead)
+
+    def _tell_of_ends(self, now_s: float) -> None:
+        """Has the cluster keep which workloads were stopped, and fail the jobs that were given up, until it has."""
+        workloads, jobs = self.controller.workloads.values(), {each.job for each in self._facts.values()}
+        for job in jobs & self._kept.keys():
+            if (text := ends_text(each for each in workloads if each.job == job)) != self._kept[job]:
+                self._actuator.keep(job, text, now_s)
+        if self.ended is None or self.decided.all_is_done:
+            return  # another workload may need the hosts, or they are told that the job is completed
+        given_up = [each for each in self.ended if each.state is WorkloadState.STOPPED and not each.by_hand]
+        for job in {each.job for each in given_up if each.job} & jobs:
+            self._actuator.give_up(job, "; ".join(each.reason for each in given_up if each.job == job), now_s)
 
     def _is_back(self, host: str) -> bool:
         return self.decided.place(host) is not None or self.sensor.state_of(host) is HostState.READY
@@ -520,8 +530,8 @@ class Service:
             if workload.state.has_ended and not was_over.get(name, False):
                 self._hangs.forget(name)
                 self._stragglers.forget(name)
-                if workload.state is WorkloadState.STOPPED and name not in self._stopped_by_hand:
-                    self._given_up[name] = workload.reason
+                if not workload.job and len(jobs := {each.job for each in self._facts.values()}) == 1:
+                    self.controller.note_job(name, *jobs)  # it never had hosts, and these were there for it
         if self.decided.all_is_done != was_done:
             concerned.update(self._heard)  # hosts without a place may end too, or are wanted again
         self._asks = self.decided.asks()
@@ -877,8 +887,31 @@ class Service:
             self._gone.add(facts.host)
         else:
             self._facts[facts.host] = facts
+            if facts.job and facts.ended is not None:
+                self._heed_ends(facts.job, facts.ended)
         if self.sensor.host(facts.host) is not None:
             self._heed(facts)
+
+    def _heed_ends(self, job: str, text: str) -> None:
+        """Takes over, when a job is first heard of, which of its workloads were stopped: the state may not know it."""
+        is_first, self._kept[job] = job not in self._kept, text
+        if not is_first:
+            return  # the leader's own words
+        try:
+            ends = ends_of(text)
+        except ValueError as error:
+            logger.error(
+                "what is kept with job %s about stopped workloads cannot be read (%s), and is replaced", job, error
+            )
+            return
+        for end in ends:
+            now_s, reason = self._clock(), plain_line(end.reason)
+            if self.controller.stop(
+                end.workload, reason, now_s, time.time(), by_hand=end.by_hand, generation=max(1, end.generation)
+            ):
+                logger.warning("workload %s stays stopped, as is kept with job %s", end.workload, job)
+                self.controller.note_job(end.workload, job)
+                self._due.set()
 
     def _heed(self, facts: HostFacts) -> None:
         host, now_s = facts.host, self._clock()
@@ -904,8 +937,6 @@ class Service:
             known = self.controller.workloads.get(spec.name)
             if known is not None and known.state.has_ended and known.job and facts.job not in ("", known.job):
                 logger.warning("%s was %s, and is begun again: %s is of a new job", spec.name, known.state, facts.host)
-                self._stopped_by_hand.discard(spec.name)
-                self._given_up.pop(spec.name, None)
                 self.controller.add(spec, self._clock())
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -1017,9 +1048,9 @@ class Service:
     def stop_workload(self, name: str, reason: str) -> bool:
         """Stops a workload for good, for an operator. Returns False when no workload of this name runs."""
         reason = plain_line(reason)
-        done = self.controller.stop(name, reason or "stopped by an operator", self._clock(), time.time())
+        why = reason or "stopped by an operator"
+        done = self.controller.stop(name, why, self._clock(), time.time(), by_hand=True)
         if done:
-            self._stopped_by_hand.add(name)
             self._note_event(EventKind.OPERATOR, f"stop {name}: {reason or 'no reason given'}", workload=name)
         return done
 
@@ -1029,8 +1060,6 @@ class Service:
         specs = [spec for spec in self.settings.workloads if spec.name == name]
         if not specs or (known is not None and not known.state.has_ended):
             return False
-        self._stopped_by_hand.discard(name)
-        self._given_up.pop(name, None)
         self.controller.add(specs[0], self._clock())
         self._note_event(EventKind.OPERATOR, f"start {name}", workload=name)
         return True

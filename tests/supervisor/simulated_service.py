@@ -243,12 +243,16 @@ class _AsCluster(NoCluster):
         self._whole = whole
 
     async def run(self, changed: Any) -> None:
-        for host in self._whole.hosts:
-            changed(HostFacts(host=host))
+        self._whole.is_of(self._whole.submitted)
         await super().run(changed)
 
     async def take_out(self, host: str, reason: str, *, is_dead: bool) -> str:
         return await self._whole.take_out(host)
+
+    async def keep(self, job: str, text: str) -> str:
+        self._whole.kept = text
+        self._whole.is_of(job)
+        return ""
 
 
 class Whole:
@@ -271,7 +275,18 @@ class Whole:
         self._running: asyncio.Task[None] | None = None
         self._steps_since: dict[tuple[int, int], float] = {}
         self.hosts = {f"h-{number}": SimHost(self, f"h-{number}") for number in range(hosts)}
+        #: What the cluster keeps with the job.
+        self.kept = ""
+        #: What the hosts are of, as the cluster says.
+        self.submitted = ""
         self.start()
+
+    def is_of(self, job: str) -> None:
+        """The cluster says that all hosts are of this job."""
+        self.submitted = job
+        assert self.service is not None
+        for name in self.hosts:
+            self.service.cluster_says(HostFacts(host=name, node=f"n-{name}", job=job, ended=self.kept))
 
     # -- the supervisor -----------------------------------------------------------------------------------------------
 

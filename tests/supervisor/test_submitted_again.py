@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from resiliency.supervisor.clusters.base import HostFacts
 from resiliency.supervisor.model import WorkloadSpec, WorkloadState
 
 from .simulated_service import Whole
@@ -25,10 +24,8 @@ def whole() -> Iterator[Whole]:
 
 
 def submit(whole: Whole, job: str) -> None:
-    """The cluster says that all hosts are of this job."""
-    for name in whole.hosts:
-        assert whole.service is not None
-        whole.service.cluster_says(HostFacts(host=name, node=f"n-{name}", job=job))
+    whole.kept = ""
+    whole.is_of(job)
 
 
 def stop(whole: Whole) -> None:
@@ -46,7 +43,7 @@ def test_hosts_of_a_new_job_begin_an_ended_workload(whole: Whole) -> None:
 
 def test_hosts_of_the_job_that_has_ended_do_not(whole: Whole) -> None:
     stop(whole)
-    submit(whole, "first")
+    whole.is_of("first")
     whole.pass_time(5.0)
     assert whole.job.state is WorkloadState.STOPPED
 
@@ -55,7 +52,6 @@ def test_a_supervisor_that_was_started_again_knows_which_job_has_ended(whole: Wh
     stop(whole)
     whole.kill()
     whole.start()
-    submit(whole, "first")
     whole.pass_time(5.0)
     assert whole.job.state is WorkloadState.STOPPED
     submit(whole, "second")

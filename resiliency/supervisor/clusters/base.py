@@ -5,7 +5,7 @@ Ranks never wait for it. A host that is lost is replaced first, and the cluster 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +41,7 @@ class HostFacts:
         node: the machine that it runs on.
         block: failure domain of the machine; "": unknown.
         job: identifies what the user has submitted (a JobSet); "": unknown.
+        ended: what the cluster was told to keep with the job, see :meth:`Cluster.keep`; None: it does not know yet.
         unwanted: why the cluster, or somebody who works on it, wants the host empty; "": nobody does.
         is_gone: the host is no more, and none of this name will come.
     """
@@ -49,6 +50,7 @@ class HostFacts:
     node: str = ""
     block: str = ""
     job: str = ""
+    ended: str | None = None
     unwanted: str = ""
     is_gone: bool = False
 
@@ -90,8 +92,17 @@ class Cluster(Protocol):
         """
         ...
 
-    async def give_up(self, hosts: Sequence[str], reason: str) -> str:
-        """Tells the cluster that the job of these hosts has failed for good. It may be called again.
+    async def give_up(self, job: str, reason: str) -> str:
+        """Tells the cluster that the job has failed for good. It may be called again.
+
+        Returns:
+            What went wrong; "" when it is done.
+        """
+        ...
+
+    async def keep(self, job: str, text: str) -> str:
+        """Keeps a text with a job, in place of the one before, where it outlives every state of a supervisor. It may be
+        called again.
 
         Returns:
             What went wrong; "" when it is done.

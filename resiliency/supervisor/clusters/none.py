@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from resiliency.supervisor.clusters.base import HostFacts, Identity
 
@@ -24,7 +24,10 @@ class NoCluster:
     async def take_out(self, host: str, reason: str, *, is_dead: bool) -> str:
         return ""
 
-    async def give_up(self, hosts: Sequence[str], reason: str) -> str:
+    async def give_up(self, job: str, reason: str) -> str:
+        return ""
+
+    async def keep(self, job: str, text: str) -> str:
         return ""
 
     async def close(self) -> None:

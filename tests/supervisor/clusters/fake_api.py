@@ -1,6 +1,6 @@
 """An API server of Kubernetes in the event loop of the test, which can be told to misbehave.
 
-It knows nodes, pods, jobs, leases and reviews of tokens, and of each what the supervisor uses: lists in pages, watches
+It knows nodes, pods, jobs, JobSets, leases and reviews of tokens, and of each what the supervisor uses: lists in pages, watches
 with bookmarks, resource versions, merge patches, preconditions. What it answers is what a server of 1.36 was seen to
 answer, see ``test_contract.py``, which runs against both.
 """
@@ -27,7 +27,7 @@ __all__ = ["JOBSET", "NODES", "Drop", "FakeApi", "Fault", "Refuse", "Silence", "
 Object = dict[str, Any]
 
 NODES, JOBSET = "/api/v1/nodes", "jobset.sigs.k8s.io/jobset-name"
-_PATH = re.compile(r"(/api/v1|/apis/[a-z0-9.]+/v1)(/namespaces/[a-z0-9-]+)?/([a-z]+)(?:/([A-Za-z0-9.-]+))?")
+_PATH = re.compile(r"(/api/v1|/apis/[a-z0-9.-]+/v1(?:alpha2)?)(/namespaces/[a-z0-9-]+)?/([a-z]+)(?:/([A-Za-z0-9.-]+))?")
 _HANGS_S = 60.0
 
 
@@ -258,6 +258,9 @@ class FakeApi:
         version = body.get("metadata", {}).get("resourceVersion")
         if version is not None and version != item["metadata"]["resourceVersion"]:
             return _status(409, "the object has been modified; please apply your changes to the latest version")
+        uid = item["metadata"]["uid"]
+        if request.method == "PATCH" and body.get("metadata", {}).get("uid", uid) != uid:
+            return _status(422, "metadata.uid: Invalid value: field is immutable")
         made = merged(item, body) if request.method == "PATCH" else body
         if request.method == "PATCH" and request.content_type != "application/merge-patch+json":
             return _status(415, "the body is no merge patch")

@@ -16,6 +16,7 @@ __all__ = ["AUDIENCE", "FakeServer", "RealServer", "Server"]
 
 AUDIENCE = "resiliency-supervisor"
 Object = dict[str, Any]
+JOBSETS = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/{}/jobsets"
 
 _READY = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
 
@@ -53,6 +54,12 @@ class Server(Protocol):
 
     def token(self, pod: str, *, namespace: str = "", audience: str = AUDIENCE) -> str: ...
 
+    def add_jobset(self, name: str) -> str:
+        """Makes a JobSet, or another one of the same name; returns its uid."""
+        ...
+
+    def jobset(self, name: str) -> Object: ...
+
     def add_job(self, name: str) -> None: ...
     def job(self, name: str) -> Object: ...
 
@@ -74,6 +81,7 @@ class FakeServer:
     def __init__(self, api: FakeApi) -> None:
         self.api = api
         self._pods, self._jobs = f"/api/v1/namespaces/{self.jobs}/pods", f"/apis/batch/v1/namespaces/{self.jobs}/jobs"
+        self._jobsets = JOBSETS.format(self.jobs)
 
     async def __aenter__(self) -> FakeServer:
         await self.api.__aenter__()
@@ -128,6 +136,14 @@ class FakeServer:
         self.api.reviews[token] = {"user": user, "audiences": [audience]}
         return token
 
+    def add_jobset(self, name: str) -> str:
+        if name in self.api.objects.get(self._jobsets, {}):
+            self.api.remove(self._jobsets, name)
+        return str(self.api.put(self._jobsets, {"metadata": {"name": name}, "spec": {}})["metadata"]["uid"])
+
+    def jobset(self, name: str) -> Object:
+        return copy.deepcopy(self.api.objects[self._jobsets][name])
+
     def add_job(self, name: str) -> None:
         self.api.put(self._jobs, {"metadata": {"name": name}, "spec": {}})
 
@@ -149,6 +165,7 @@ class RealServer:
             {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch", "patch"]},
             {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch", "delete"]},
             {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get", "list", "watch", "patch"]},
+            {"apiGroups": ["jobset.x-k8s.io"], "resources": ["jobsets"], "verbs": ["get", "list", "watch", "patch"]},
             {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "create", "patch"]},
             {"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]},
         ]
@@ -218,6 +235,26 @@ class RealServer:
 
     def token(self, pod: str, *, namespace: str = "", audience: str = AUDIENCE) -> str:
         return self._cluster.token(namespace or self.jobs, "default", audience=audience, pod=pod)
+
+    def add_jobset(self, name: str) -> str:
+        path = JOBSETS.format(self.jobs)
+        if any(each["metadata"]["name"] == name for each in self._cluster.get(path)["items"]):
+            self._cluster.request("DELETE", f"{path}/{name}", {"propagationPolicy": "Background"})
+        container = {"name": "main", "image": "none"}
+        template = {"spec": {"template": {"spec": {"restartPolicy": "Never", "containers": [container]}}}}
+        spec = {"suspend": True, "replicatedJobs": [{"name": "host", "replicas": 1, "template": template}]}
+
+        def made() -> Object | None:
+            with contextlib.suppress(ApiError):  # the one before is being deleted
+                found: Object = self._cluster.request("POST", path, {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": name}, "spec": spec})  # fmt: skip
+                return found
+            return None
+
+        return str(wait_for("the JobSet", made)["metadata"]["uid"])
+
+    def jobset(self, name: str) -> Object:
+        found: Object = self._cluster.get(f"{JOBSETS.format(self.jobs)}/{name}")
+        return found
 
     def add_job(self, name: str) -> None:
         container = {"name": "main", "image": "none"}

@@ -270,7 +270,7 @@ def test_a_dry_run_writes_nothing(server: Server) -> None:
             async with watched(server, dry_run=True) as cluster:
                 await until(lambda: "a" in cluster.facts)
                 assert (
-                    await cluster.take_out("a", "lost", is_dead=True) == "" == await cluster.give_up(["a"], "no more")
+                    await cluster.take_out("a", "lost", is_dead=True) == "" == await cluster.give_up("train", "no more")
                 )
             assert server.writes() == [] and server.pods() == {"a"}
 
@@ -396,11 +396,35 @@ def test_a_job_that_is_given_up_fails(server: Server) -> None:
             server.add_pod("b", node, job="never-made")
             async with watched(server) as cluster:
                 await until(lambda: cluster.facts.keys() == {"a", "b"})
-                assert await cluster.give_up(["a", "gone"], "its policy has given up") == ""
+                assert await cluster.give_up("train", "its policy has given up") == ""
                 job = server.job("job")
                 assert job["spec"]["activeDeadlineSeconds"] == 1
                 assert job["metadata"]["annotations"]["resiliency/given-up"] == "its policy has given up"
-                assert await cluster.give_up(["b"], "gone already") == "" == await cluster.give_up([], "nobody")
+                server.delete_pod("a")
+                await until(lambda: "a" not in cluster.facts)
+                assert await cluster.give_up("train", "gone already") == "" == await cluster.give_up("other", "nobody")
                 assert server.writes(2) == [("PATCH", "jobs/job", 200), ("PATCH", "jobs/never-made", 404)]
+
+    run(work)
+
+
+def test_what_is_kept_with_a_job_is_told_with_its_hosts_and_not_kept_with_the_next_one(server: Server) -> None:
+    async def work() -> None:
+        async with server:
+            server.add_pod("a", server.add_node("n"))
+            async with watched(server) as cluster:
+                await until(lambda: "a" in cluster.facts and cluster.facts["a"].ended is None)
+                first = server.add_jobset("train")
+                await until(lambda: cluster.facts["a"].ended == "")
+                assert await cluster.keep(first, "stopped") == ""
+                await until(lambda: cluster.facts["a"].ended == "stopped")
+            async with watched(server) as cluster:
+                await until(lambda: "a" in cluster.facts and cluster.facts["a"].ended == "stopped")
+                assert await cluster.keep(first, "") == ""
+                await until(lambda: cluster.facts["a"].ended == "")
+                assert "resiliency/ended" not in (server.jobset("train")["metadata"].get("annotations") or {})
+                server.add_jobset("train")
+                assert await cluster.keep(first, "stopped") == "" == await cluster.keep("unknown", "stopped")
+                assert "resiliency/ended" not in (server.jobset("train")["metadata"].get("annotations") or {})
 
     run(work)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class Scripted(NoCluster):
     def __init__(self, hosts: str = "") -> None:
         self.facts = {host: HostFacts(host=host, node=f"node-{host}") for host in hosts}
         self.out: list[tuple[str, str]] = []
-        self.up: list[tuple[frozenset[str], str]] = []
+        self.up: list[tuple[str, str]] = []
         self.problem, self.hangs = "", False
         self._changed: Callable[[HostFacts], None] = lambda facts: None
 
@@ -58,8 +58,8 @@ class Scripted(NoCluster):
             await asyncio.Event().wait()
         return self.problem
 
-    async def give_up(self, hosts: Sequence[str], reason: str) -> str:
-        self.up.append((frozenset(hosts), reason))
+    async def give_up(self, job: str, reason: str) -> str:
+        self.up.append((job, reason))
         return self.problem
 
 
@@ -480,6 +480,7 @@ def test_a_job_that_is_given_up_is_said_when_no_other_needs_its_hosts(
 
     async def work() -> None:
         cluster = Scripted("ab")
+        cluster.facts = {host: HostFacts(host=host, job="train") for host in "ab"}
         specs = [job(replicas=1, max_workload_restarts=0, max_in_job_restarts=0)]
         if others in ("run", "completed"):
             specs.append(job(name="other", replicas=1))
@@ -503,7 +504,7 @@ def test_a_job_that_is_given_up_is_said_when_no_other_needs_its_hosts(
                     return
                 cluster.problem = "the API server is away"
                 await until(lambda: len(cluster.up) >= 2)
-                assert set(cluster.up) == {(frozenset("ab"), "its policy has given up")}
+                assert set(cluster.up) == {("train", "its policy has given up")}
                 assert service.start_workload("job")
                 await until(lambda: places(supervisor))
                 told = len(cluster.up)

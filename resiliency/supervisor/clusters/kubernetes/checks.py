@@ -24,6 +24,7 @@ _RIGHTS = (
     ("create", "authentication.k8s.io", "tokenreviews", ""),
     *((verb, "", "pods", "workload") for verb in ("list", "watch", "delete")),
     ("patch", "batch", "jobs", "workload"),
+    *((verb, _JOBSET, "jobsets", "workload") for verb in ("list", "watch", "patch")),
     *((verb, "coordination.k8s.io", "leases", "own") for verb in ("create", "get", "patch")),
 )
 

@@ -13,16 +13,19 @@ import hashlib
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from resiliency.supervisor.clusters.base import ClusterUnavailable, HostFacts, Identity
 from resiliency.supervisor.clusters.kubernetes.api import ApiError, KubernetesApi
 from resiliency.supervisor.clusters.kubernetes.checks import check_cluster
 from resiliency.supervisor.clusters.kubernetes.facts import (
+    ENDED,
+    JobSet,
     Node,
     Pod,
     cordon_patch,
+    jobset_of,
     node_of,
     pod_of,
     uncordon_patch,
@@ -73,8 +76,11 @@ class KubernetesCluster:
     ) -> None:
         self._api, self._namespace, self._audience, self._lease = api, namespace, audience, lease
         self._block_label, self._quarantine_s, self._dry_run = block_label, quarantine_s, dry_run
+        self._jobsets_path = f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/{namespace}/jobsets"
         self._pods: dict[str, Pod] = {}
         self._nodes: dict[str, Node] = {}
+        #: By uid.
+        self._jobsets: dict[str, JobSet] = {}
         self._by_node: dict[str, set[str]] = {}
         self._facts: dict[str, HostFacts] = {}
         self._uids: dict[str, str] = {}
@@ -87,13 +93,14 @@ class KubernetesCluster:
 
     async def run(self, changed: Callable[[HostFacts], None]) -> None:
         self._changed = changed
-        for known in (self._pods, self._nodes, self._by_node, self._facts, self._uids):
+        for known in (self._pods, self._nodes, self._jobsets, self._by_node, self._facts, self._uids):
             known.clear()
         pods = f"/api/v1/namespaces/{self._namespace}/pods"
         works = (
             self._say_what_is_missing(),
             self._api.follow(pods, pod_of, self._pod_changed, query={"labelSelector": _LABEL}),
             self._api.follow("/api/v1/nodes", lambda item: node_of(item, self._block_label), self._node_changed),
+            self._api.follow(self._jobsets_path, jobset_of, self._jobset_changed),
             self._give_back_nodes(),
         )
         await asyncio.gather(*works)
@@ -138,6 +145,18 @@ class KubernetesCluster:
         for name in sorted(self._by_node.get(node.name, ())):
             self._say(self._pods[name])
 
+    def _jobset_changed(self, uid: str, jobset: JobSet | None) -> None:
+        if jobset is None:
+            del self._jobsets[uid]
+            return
+        self._jobsets[uid] = jobset
+        for pod in [pod for pod in self._pods.values() if pod.jobset in (uid, jobset.name)]:
+            self._say(pod)
+
+    def _jobset(self, job: str) -> JobSet | None:
+        found = (each for each in self._jobsets.values() if each.name == job)
+        return self._jobsets.get(job) or next(found, None)
+
     def _say(self, pod: Pod) -> None:
         node = self._nodes.get(pod.node)
         if node is None:
@@ -147,6 +166,7 @@ class KubernetesCluster:
             node=node.name,
             block=node.block,
             job=pod.jobset,
+            ended=None if (jobset := self._jobset(pod.jobset)) is None else jobset.ended,
             unwanted=unwanted_because(node, pod),
         )
         if self._facts.get(pod.name) != facts:
@@ -277,8 +297,19 @@ class KubernetesCluster:
                     logger.error("node %s stays cordoned although its quarantine is over: %s", node.name, error)
             await asyncio.sleep(_LOOK_S)
 
-    async def give_up(self, hosts: Sequence[str], reason: str) -> str:
-        jobs = sorted({pod.job for host in hosts if (pod := self._pods.get(host)) is not None and pod.job})
+    async def keep(self, job: str, text: str) -> str:
+        jobset = self._jobset(job)
+        if jobset is None or self._dry_run:
+            return ""
+        patch = {"metadata": {"uid": jobset.uid, "annotations": {ENDED: text or None}}}
+        try:
+            await self._api.request("PATCH", f"{self._jobsets_path}/{jobset.name}", patch, kind=_MERGE)
+        except ApiError as error:
+            return "" if error.status in (404, 422) else str(error)  # it is gone, or another has its name
+        return ""
+
+    async def give_up(self, job: str, reason: str) -> str:
+        jobs = sorted({pod.job for pod in self._pods.values() if pod.jobset == job and pod.job})
         if not jobs or self._dry_run:
             return ""
         path = f"/apis/batch/v1/namespaces/{self._namespace}/jobs/{jobs[0]}"

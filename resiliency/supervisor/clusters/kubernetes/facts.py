@@ -10,9 +10,12 @@ from typing import Any
 __all__ = [
     "FAILED",
     "UNTIL",
+    "ENDED",
+    "JobSet",
     "Node",
     "Pod",
     "cordon_patch",
+    "jobset_of",
     "node_of",
     "pod_of",
     "uncordon_patch",
@@ -24,6 +27,8 @@ __all__ = [
 FAILED = "resiliency/failed"
 UNTIL = "resiliency/quarantined-until"
 _REASON, _FALLS, _CORDONED = "resiliency/reason", "resiliency/falls", "resiliency/cordoned"
+#: Annotation of a JobSet: which of its workloads were stopped, see :mod:`resiliency.supervisor.ends`.
+ENDED = "resiliency/ended"
 _OURS = (UNTIL, _REASON, _FALLS, _CORDONED)
 #: A node that did well for this many seconds after its quarantine has its earlier failures forgiven.
 _FORGIVE_S = 86400.0
@@ -90,6 +95,21 @@ class Node:
     def may_return(self, wall: float) -> bool:
         """Whether its quarantine is over and the node works, or somebody has uncordoned it."""
         return self.is_ours and (not self.cordoned or (self.ready and not self.is_quarantined(wall)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSet:
+    """A JobSet. Attributes: ended: what the supervisor has written there."""
+
+    name: str
+    uid: str
+    ended: str = ""
+
+
+def jobset_of(item: Mapping[str, Any]) -> JobSet:
+    metadata = item["metadata"]
+    ended = (metadata.get("annotations") or {}).get(ENDED, "")
+    return JobSet(name=metadata["name"], uid=metadata["uid"], ended=ended)
 
 
 def pod_of(item: Mapping[str, Any]) -> Pod | None:
