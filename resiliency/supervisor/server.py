@@ -32,7 +32,7 @@ from resiliency.supervisor.policy import load_policy
 from resiliency.supervisor.said_rarely import SaidRarely, ServerLog
 from resiliency.supervisor.service import Service
 from resiliency.supervisor.settings import SupervisorSettings, split_address
-from resiliency.supervisor.sqlite_store import SqliteStore
+from resiliency.supervisor.sqlite_store import SqliteStore, open_or_begin_anew
 from resiliency.supervisor.store import HistoryEvent, LeadershipLost, StateUnavailable
 
 __all__ = ["Supervisor"]
@@ -87,7 +87,8 @@ class Supervisor:
         load_policy(settings.policy)  # reports a wrong policy now and not only when this supervisor leads
         self.service: Service | None = None
         self.metrics = Metrics(lambda: self.service)
-        self.store = SqliteStore(settings.state)
+        # On Kubernetes each replica has a file of its own, the Lease is elsewhere, and hosts know who has which ranks.
+        self.store = (open_or_begin_anew if settings.cluster == "kubernetes" else SqliteStore)(settings.state)
         self.lease: Lease = SqliteLease(self.store, lease_s=settings.lease_s)
         self._stopping = asyncio.Event()
         self._rarely = SaidRarely(logger)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sqlite3
 import threading
@@ -17,7 +18,9 @@ from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.model import Host, Incident, Plan, Workload
 from resiliency.supervisor.store import HistoryEvent, LeadershipLost, StateUnavailable, Stored
 
-__all__ = ["SCHEMA_VERSION", "SqliteStore", "StateFileGone"]
+__all__ = ["SCHEMA_VERSION", "SqliteStore", "StateFileGone", "open_or_begin_anew"]
+
+logger = logging.getLogger(__name__)
 
 #: 2: the table ``lease``. 3: the field ``generation``, which was named ``epoch``.
 SCHEMA_VERSION = 3
@@ -57,6 +60,38 @@ class StateFileGone(ResiliencyError):
     """The state file was removed or replaced while it was in use: what would be written to it is lost."""
 
 
+class StateDamaged(ConfigError):
+    """The state file cannot be read, or its values cannot."""
+
+
+def open_or_begin_anew(path: str) -> SqliteStore:
+    """The state file; a damaged one is put aside as ``PATH.damaged``, and an empty one takes its place. For a file that
+    holds no lease, and whose contents a supervisor can do without.
+
+    Raises:
+        ConfigError: as :class:`SqliteStore`, unless the file is damaged.
+    """
+    try:
+        store = SqliteStore(path)
+        try:
+            store.load()
+        except BaseException:
+            store.close()
+            raise
+        return store
+    except (StateDamaged, StateFileGone) as error:
+        for end in ("", "-wal", "-shm"):
+            with suppress(FileNotFoundError):
+                os.replace(path + end, f"{path}.damaged{end}")
+        problem = str(error).partition(". ")[0]
+        logger.error(
+            "%s. It is now %s.damaged, and this supervisor begins with nothing; hosts tell it which ranks run",
+            problem,
+            path,
+        )
+        return SqliteStore(path)
+
+
 class SqliteStore:
     """The state file, see :class:`~resiliency.supervisor.store.StateStore`.
 
@@ -88,7 +123,7 @@ class SqliteStore:
             ) from error
         except sqlite3.DatabaseError as error:
             self._db.close()
-            raise ConfigError(self.damaged(str(error))) from error
+            raise StateDamaged(self.damaged(str(error))) from error
         except BaseException:
             self._db.close()
             raise
@@ -98,8 +133,8 @@ class SqliteStore:
         self._db.execute("PRAGMA synchronous=FULL")
         (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
-            raise ConfigError(self.damaged(found))
-        if self._schema() == SCHEMA_VERSION:
+            raise StateDamaged(self.damaged(found))
+        if self._schema() == SCHEMA_VERSION and self._meta("term"):
             return  # without a write: a leader that was stopped in a write must not keep others from standing by
         with self._exclusively():
             schema = self._schema()
@@ -131,7 +166,7 @@ class SqliteStore:
     def _meta(self, key: str) -> str:
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         if row is None:
-            raise ConfigError(self.damaged(f"it has no {key}"))
+            raise StateDamaged(self.damaged(f"it has no {key}"))
         return str(row[0])
 
     def close(self) -> None:
@@ -211,7 +246,7 @@ class SqliteStore:
             try:
                 found.append(from_jsonable(kind, json.loads(text)))
             except (ValueError, RecursionError) as error:
-                raise ConfigError(self.damaged(f"{key} of {table}: {error}")) from error
+                raise StateDamaged(self.damaged(f"{key} of {table}: {error}")) from error
         return found
 
     def commit(

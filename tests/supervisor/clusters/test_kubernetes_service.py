@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from resiliency.errors import ConfigError
 from resiliency.runtime.messages.monitor import PROTOCOL_VERSION, Hello, Observed, Report, StepEnded
 from resiliency.runtime.messages.observations import DeviceClass, Observation, ObservationKind
 from resiliency.supervisor import actuator as actuator_module
@@ -375,6 +378,44 @@ def test_while_the_lease_is_out_of_reach_the_one_with_most_hosts_goes_on(
             await until(service.leads)
 
     run(work)
+
+
+# -- a state file that is damaged --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["bytes", "row", "meta"])
+def test_a_damaged_state_file_is_put_aside_and_the_supervisor_begins_with_nothing(
+    tmp_path: Path, vouching: Vouching, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks that run are taken over then, see test_adoption.py."""
+
+    def harm(state: Path) -> None:
+        if damage == "bytes":
+            state.write_bytes(b"x" * 8192)
+            return
+        with contextlib.closing(sqlite3.connect(state)) as db, db:
+            db.execute("UPDATE workloads SET value = '{'" if damage == "row" else "DELETE FROM meta WHERE key = 'term'")
+
+    async def work() -> None:
+        made = secure(tmp_path)
+        for _ in range(2):
+            async with leading(made) as supervisor:
+                url = url_of(supervisor)
+                async with FakeMonitor(url, "a", token="a"), FakeMonitor(url, "b", token="b"):
+                    await until(lambda: places(supervisor))
+            harm(Path(made.state))
+        (line,) = [each.getMessage() for each in caplog.records if "damaged" in each.getMessage()]
+        assert f"It is now {made.state}.damaged" in line and Path(f"{made.state}.damaged").exists()
+
+    run(work)
+
+
+def test_a_damaged_file_that_holds_the_lease_too_is_left_where_it_is(tmp_path: Path) -> None:
+    made = settings(tmp_path)
+    Path(made.state).write_bytes(b"x" * 8192)
+    with pytest.raises(ConfigError, match="damaged.*move it away"):
+        Supervisor(made)
+    assert Path(made.state).read_bytes() == b"x" * 8192
 
 
 # -- what the cluster is told ------------------------------------------------------------------------------------------
