@@ -155,6 +155,8 @@ class KubernetesSettings(_Strict):
         workload_namespace: of the jobs' pods; "": the supervisor's own.
         lease: name of the Lease that the leader holds, in the supervisor's own namespace.
         audience: that the hosts' projected tokens are made for.
+        watchdog_account: ServiceAccount of the machines' watchdogs, in the supervisor's own namespace; "": any account
+            there, when the hosts are in another namespace.
         block_label: label of nodes that names their failure domain.
         quarantine_s: for how long a node is kept out after its first failure; each further one doubles it. A cluster
             takes up to a minute to notice that a node is dead, and until then calls it ready. ``kubectl uncordon`` ends
@@ -166,6 +168,7 @@ class KubernetesSettings(_Strict):
     workload_namespace: str = ""
     lease: str = Field(default="resiliency-supervisor", min_length=1)
     audience: str = Field(default="resiliency-supervisor", min_length=1)
+    watchdog_account: str = ""
     block_label: str = "cloud.google.com/gce-topology-block"
     quarantine_s: float = Field(default=300.0, ge=60)
     server: str = ""

@@ -85,7 +85,6 @@ REFUSED: list[tuple[Json, str]] = [
     ({"enable_workload_scaling": False, "scale_up": True}, "scale_up: true contradicts enable_workload_scaling"),
     ({"fault_injection_period_s": 60}, "fault_injection_period_s: does nothing without enable_fault_injection"),
     ({"job_namespace": "a", "workload_namespace": "b"}, "job_namespace: a and workload_namespace=b"),
-    ({"workload_namespace": "sup"}, "workload_namespace: the supervisor itself is in sup"),
     ({"replicated_job_name": "workload"}, "replicated_job_name: workload is not what"),
     ({"workload_container_name": "train"}, "workload_container_name: train is not what"),
     ({"tls": {"existingSecret": "mine", "dnsNames": ["a"]}}, "tls.dnsNames"),
@@ -178,6 +177,15 @@ def test_the_guides_names_mean_what_the_guide_says(helm4: Helm, tmp_path: Path) 
     assert (found.sensor.period_s, found.sensor.timeout_s, found.sensor.quarantine_s) == (15, 30, 20)
     assert (found.kubernetes.workload_namespace, found.kubernetes.quarantine_s) == ("jobs", 60)
     assert found.kubernetes.lease == "pretrain-supervisor"
+    assert found.kubernetes.watchdog_account == "pretrain-supervisor-node"
+
+
+def test_the_supervisor_may_be_in_the_namespace_of_the_job(helm4: Helm) -> None:
+    objects = helm4.render("supervisor", {"workload_namespace": "sup"})
+    names = [(each["kind"], each["metadata"]["name"], each["metadata"].get("namespace")) for each in objects]
+    assert len(names) == len(set(names)) and "DaemonSet" in {kind for kind, *_ in names}
+    accounts = [each["metadata"]["name"] for each in objects if each["kind"] == "ServiceAccount"]
+    assert "pretrain-supervisor-node" in accounts
 
 
 def test_rights_are_those_that_are_used(helm4: Helm) -> None:

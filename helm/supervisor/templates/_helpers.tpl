@@ -63,6 +63,7 @@ kubernetes:
   workload_namespace: {{ include "supervisor.workloadNamespace" . }}
   lease: {{ include "supervisor.fullname" . }}
   audience: resiliency-supervisor
+  watchdog_account: {{ include "supervisor.fullname" . }}-node
   block_label: {{ .Values.block_label | quote }}
   quarantine_s: {{ .Values.node_quarantine_s | toYaml }}
 workload:

@@ -31,9 +31,6 @@
 {{- if and $v.job_namespace (ne $v.workload_namespace "default") (ne $v.job_namespace $v.workload_namespace) -}}
 {{- fail (printf "job_namespace: %s and workload_namespace=%s are two names of one thing, and differ; keep one" $v.job_namespace $v.workload_namespace) -}}
 {{- end -}}
-{{- if and $v.host_daemon.enabled (eq (include "supervisor.workloadNamespace" .) .Release.Namespace) -}}
-{{- fail (printf "workload_namespace: the supervisor itself is in %s, and tells watchdogs from hosts by the namespace; install it in one of its own (-n resiliency-system --create-namespace), or set host_daemon.enabled=false" .Release.Namespace) -}}
-{{- end -}}
 {{- range $key := list "replicated_job_name" "workload_container_name" -}}
 {{- $name := index $v $key | default "host" -}}
 {{- if ne $name "host" }}{{ fail (printf "%s: %s is not what the workload chart makes; its job and container are named host. Leave it out" $key $name) }}{{ end -}}

@@ -126,13 +126,13 @@ class FakeServer:
         else:
             self.api.change(self._pods, name, {"metadata": {"deletionTimestamp": "now"}})
 
-    def token(self, pod: str, *, namespace: str = "", audience: str = AUDIENCE) -> str:
+    def token(self, pod: str, *, namespace: str = "", audience: str = AUDIENCE, account: str = "default") -> str:
         namespace = namespace or self.jobs
         of = self.api.objects[f"/api/v1/namespaces/{namespace}/pods"][pod]
         key = "authentication.kubernetes.io"
         extra = {f"{key}/pod-name": [pod], f"{key}/node-name": [of["spec"]["nodeName"]]}
-        user = {"username": f"system:serviceaccount:{namespace}:default", "extra": extra}
-        token = f"token-{namespace}-{pod}-{audience}"
+        user = {"username": f"system:serviceaccount:{namespace}:{account}", "extra": extra}
+        token = f"token-{namespace}-{account}-{pod}-{audience}"
         self.api.reviews[token] = {"user": user, "audiences": [audience]}
         return token
 

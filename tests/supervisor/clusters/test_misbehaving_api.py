@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from resiliency.errors import ConfigError
-from resiliency.supervisor.clusters.base import ClusterUnavailable
+from resiliency.supervisor.clusters.base import ClusterUnavailable, Identity
 from resiliency.supervisor.clusters.kubernetes import KubernetesCluster
 from resiliency.supervisor.clusters.kubernetes import api as api_module
 from resiliency.supervisor.clusters.kubernetes import cluster as cluster_module
@@ -512,6 +512,28 @@ def test_while_the_server_is_away_a_host_is_who_it_was_as_long_as_its_pod_is_kno
 
         while not await is_refused():
             await asyncio.sleep(0.01)
+
+    run(lambda: with_cluster(fake_api, do))
+
+
+def test_in_a_namespace_of_both_the_service_account_tells_watchdogs_from_hosts(fake_api: FakeApi) -> None:
+    async def do(server: FakeServer, cluster: KubernetesCluster) -> None:
+        api = KubernetesApi(server.access)
+        shared = KubernetesCluster(
+            api,
+            namespace=server.own,
+            audience=AUDIENCE,
+            lease="",
+            block_label="",
+            quarantine_s=1.0,
+            watchdog_account="supervisor-node",
+        )
+        server.add_pod("b", "n", namespace=server.own)
+        watchdog = server.token("b", namespace=server.own, account="supervisor-node")
+        assert await shared.identify(watchdog) == Identity(host="n", node="n", watches_node=True)
+        assert await shared.identify(server.token("b", namespace=server.own)) == Identity(host="b", node="n")
+        assert await shared.identify(server.token("a", account="supervisor-node")) is None, "of another namespace"
+        await shared.close()
 
     run(lambda: with_cluster(fake_api, do))
 

@@ -34,6 +34,7 @@ def connect(settings: SupervisorSettings) -> tuple[KubernetesCluster, Kubernetes
         api,
         namespace=namespace,
         audience=own.audience,
+        watchdog_account=own.watchdog_account,
         lease=own.lease,
         block_label=own.block_label,
         quarantine_s=own.quarantine_s,

@@ -55,6 +55,8 @@ class KubernetesCluster:
     Args:
         namespace: of the workloads.
         audience: that hosts' tokens are made for.
+        watchdog_account: ServiceAccount of the machines' watchdogs; "": any in this process's own namespace, where no
+            hosts are.
         lease: name of the supervisor's Lease, for the check of what the cluster lacks.
         block_label: label of nodes that names their failure domain.
         quarantine_s: for how long a node is kept out after its first failure; each further one doubles it.
@@ -72,9 +74,11 @@ class KubernetesCluster:
         lease: str,
         block_label: str,
         quarantine_s: float,
+        watchdog_account: str = "",
         dry_run: bool = False,
     ) -> None:
         self._api, self._namespace, self._audience, self._lease = api, namespace, audience, lease
+        self._watchdog_account = watchdog_account
         self._block_label, self._quarantine_s, self._dry_run = block_label, quarantine_s, dry_run
         self._jobsets_path = f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/{namespace}/jobsets"
         self._pods: dict[str, Pod] = {}
@@ -207,11 +211,11 @@ class KubernetesCluster:
         parts = str(user.get("username", "")).split(":")
         if parts[:2] != ["system", "serviceaccount"] or len(parts) != 4 or not host or not node:
             return None
-        if parts[2] == self._namespace:
-            return Identity(host=host, node=node)
-        if parts[2] == self._api.access.namespace:
+        namespace, account = parts[2:]
+        watches_node = account == self._watchdog_account if self._watchdog_account else namespace != self._namespace
+        if namespace == self._api.access.namespace and watches_node:
             return Identity(host=node, node=node, watches_node=True)
-        return None
+        return Identity(host=host, node=node) if namespace == self._namespace else None
 
     # -- what the cluster is told -------------------------------------------------------------------------------------
 
