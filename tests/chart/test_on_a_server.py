@@ -119,6 +119,7 @@ def test_the_supervisor_may_do_what_it_does_and_hosts_may_do_nothing(
         ("patch", "jobs.batch", jobs),
         ("watch", "jobsets.jobset.x-k8s.io", jobs),
         ("patch", "jobsets.jobset.x-k8s.io", jobs),
+        ("list", "poddisruptionbudgets.policy", jobs),
         ("create", "leases.coordination.k8s.io", own),
         ("patch", "leases.coordination.k8s.io", own, "supervisor"),
     ]:

@@ -207,6 +207,7 @@ def test_rights_are_those_that_are_used(helm4: Helm) -> None:
             ("", "pods"): "get list watch delete",
             ("batch", "jobs"): "get list watch patch",
             ("jobset.x-k8s.io", "jobsets"): "get list watch patch",
+            ("policy", "poddisruptionbudgets"): "list",
         },
         ("Role", "sup"): {
             ("coordination.k8s.io", "leases"): "create",

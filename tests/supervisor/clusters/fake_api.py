@@ -69,6 +69,7 @@ class FakeApi:
         gone_as_status: a watch from a version that is forgotten is refused with status 410; else it begins with
             status 200 and an event that says so.
         tokens: who may ask at all.
+        may_not: verbs and resources that whoever asks has no right to, as reviews of access say.
         reviews: what a review of a token says, by token; others are unknown.
         asked: verb and path of each request that came, watches with verb "WATCH".
         writes: verb, path and status of each request that was to change something, without reviews.
@@ -80,6 +81,7 @@ class FakeApi:
         self.most_items, self.gone_as_status = 1 << 30, False
         self.tokens = {"first"}
         self.reviews: dict[str, Object] = {}
+        self.may_not: set[tuple[str, str]] = set()
         self.asked: list[tuple[str, str]] = []
         self.writes: list[tuple[str, str, int]] = []
         self.objects: dict[str, dict[str, Object]] = {}
@@ -234,16 +236,26 @@ class FakeApi:
         if verb == "WATCH":
             return await self._watch(request)
         answer = self._do(request, json.loads(body) if body else {})
-        if request.method != "GET" and not request.path.endswith("/tokenreviews"):
+        if request.method != "GET" and not request.path.endswith("reviews"):
             self.writes.append((request.method, request.path, answer.status))
         return _cut(request) if isinstance(fault, Drop) else answer
 
     def _do(self, request: web.BaseRequest, body: Object) -> web.Response:
+        if request.path == "/version":
+            return web.json_response({"major": "1", "minor": "36"})
+        if request.path == "/apis/jobset.x-k8s.io":
+            return web.json_response({"versions": [{"version": "v1alpha2"}]})
         found = _PATH.fullmatch(request.path)
         if found is None:
             return _status(404, "the server could not find the requested resource")
         name = found[4] or ""
         path = request.path.removesuffix(f"/{name}") if name else request.path
+        if found[3] == "selfsubjectaccessreviews":
+            asked = body["spec"]["resourceAttributes"]
+            is_allowed = (asked["verb"], asked["resource"]) not in self.may_not
+            return web.json_response({**body, "status": {"allowed": is_allowed}}, status=201)
+        if ("list", found[3]) in self.may_not and not name and request.method == "GET":
+            return _status(403, f"{found[3]} is forbidden")
         if found[3] == "tokenreviews":
             return web.json_response({**body, "status": self._review(body["spec"])}, status=201)
         if not name:

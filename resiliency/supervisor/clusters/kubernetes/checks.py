@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ __all__ = ["ClusterCheck", "check_cluster"]
 #: their pods' indexes, without a feature gate.
 _OLDEST = 30
 _JOBSET = "jobset.x-k8s.io"
+_OF_JOBSETS = "jobset.sigs.k8s.io/jobset-name"
 _INSTALL = (
     "install JobSet 0.8 or newer: helm install jobset oci://registry.k8s.io/jobset/charts/jobset"
     " --namespace jobset-system --create-namespace"
@@ -25,6 +26,7 @@ _RIGHTS = (
     *((verb, "", "pods", "workload") for verb in ("list", "watch", "delete")),
     ("patch", "batch", "jobs", "workload"),
     *((verb, _JOBSET, "jobsets", "workload") for verb in ("list", "watch", "patch")),
+    ("list", "policy", "poddisruptionbudgets", "workload"),
     *((verb, "coordination.k8s.io", "leases", "own") for verb in ("create", "get", "patch")),
 )
 
@@ -113,22 +115,30 @@ async def _budgets(api: KubernetesApi, namespace: str) -> ClusterCheck:
     what = f"PodDisruptionBudgets in {namespace}"
     try:
         found = await api.request("GET", f"/apis/policy/v1/namespaces/{namespace}/poddisruptionbudgets")
+        pods = await api.request("GET", f"/api/v1/namespaces/{namespace}/pods", query={"labelSelector": _OF_JOBSETS})
     except ApiError as error:
         if error.status == 403:
-            return ClusterCheck(what=what, found="may not be looked at")
+            return ClusterCheck(what=what, found="not looked at, for want of the right to list them, see above")
         raise
-    wrong = list(_wrong_budgets(found.get("items") or ()))
+    labels = [each["metadata"].get("labels") or {} for each in pods.get("items") or ()]
+    wrong = list(_wrong_budgets(found.get("items") or (), labels))
     if wrong:
         return ClusterCheck(
             what=what,
-            problem=f"{', '.join(wrong)}: Jobs have no scale, so that no eviction is ever allowed",
-            remedy="use minAvailable with a whole number",
+            problem=f"{', '.join(wrong)}: a Job has no scale, so that no eviction of its pods is ever allowed",
+            remedy="use minAvailable with a whole number: kubectl drain would wait for ever",
         )
     return ClusterCheck(what=what, found="none of the wrong kind")
 
 
-def _wrong_budgets(items: Iterable[dict[str, Any]]) -> Iterator[str]:
+def _wrong_budgets(items: Iterable[dict[str, Any]], pods: Sequence[dict[str, str]]) -> Iterator[str]:
+    """Names, with the words that are wrong, of the budgets that count in shares and select one of these pods, by their
+    labels."""
     for item in items:
         spec = item.get("spec") or {}
-        if "maxUnavailable" in spec or isinstance(spec.get("minAvailable"), str):
-            yield item["metadata"]["name"]
+        wanted = (spec.get("selector") or {}).get("matchLabels") or {}
+        if not any(wanted.items() <= labels.items() for labels in pods):
+            continue
+        for key in ("maxUnavailable", "minAvailable"):
+            if key in spec and (key == "maxUnavailable" or isinstance(spec[key], str)):
+                yield f"{item['metadata']['name']} ({key}: {spec[key]})"
