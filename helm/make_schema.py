@@ -50,6 +50,7 @@ _CHART_KEYS: dict[str, Any] = {
     "policy_class": {"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]*$"},
     "block_label": _TEXT,
     "node_quarantine_s": {"type": "number", "minimum": 60},
+    "renewJobSet": {"type": "boolean"},
     "image": _closed(
         repository={"type": "string", "minLength": 1},
         tag=_TEXT,

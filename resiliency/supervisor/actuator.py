@@ -13,7 +13,7 @@ from typing import Any
 from resiliency.runtime.messages.monitor import StepKind
 from resiliency.settings import all_variables
 from resiliency.supervisor.clusters.base import Cluster
-from resiliency.supervisor.model import Plan, Workload
+from resiliency.supervisor.model import Plan, RemedyKind, Workload
 
 __all__ = ["Actuator"]
 
@@ -78,6 +78,13 @@ class Actuator:
         """Tells the cluster that a job has failed for good; again after ``_AGAIN_S``, because it may be away."""
         what = f"the cluster does not know that job {job} is given up"
         self._aside(what, lambda: self._cluster.give_up(job, reason), now_s)
+
+    def renew(self, workload: Workload, now_s: float) -> None:
+        """Has the cluster carry out the latest of the workload's last resorts."""
+        kind = workload.resorts[-1]
+        what = f"{workload.name}: {kind} is not done"
+        whole = kind is RemedyKind.RENEW_JOB
+        self._aside(what, lambda: self._cluster.renew(workload.job, whole=whole, reason=workload.reason), now_s)
 
     def keep(self, job: str, text: str, now_s: float) -> None:
         """Has the cluster keep a text with a job; again after ``_AGAIN_S``, because it may be away."""

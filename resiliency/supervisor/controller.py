@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from resiliency.errors import ConfigError
@@ -20,6 +20,7 @@ from resiliency.runtime.messages.observations import DeviceClass, Observation, O
 from resiliency.runtime.messages.places import Place
 from resiliency.supervisor.adoption import RunningGeneration
 from resiliency.supervisor.model import (
+    LAST_RESORTS,
     HostState,
     Incident,
     Outcome,
@@ -31,7 +32,7 @@ from resiliency.supervisor.model import (
     WorkloadState,
 )
 from resiliency.supervisor.plans import make_plan, save_step
-from resiliency.supervisor.policy import DefaultPolicy, Policy, Situation, problem_of
+from resiliency.supervisor.policy import DefaultPolicy, Policy, Situation, last_resort, problem_of
 from resiliency.supervisor.running_goodput import GoodputWatch, RunningGoodput
 from resiliency.supervisor.sensor import Sensor
 from resiliency.telemetry.plain_text import plain_line
@@ -137,6 +138,7 @@ class Controller:
     Args:
         sensor: the states of the hosts.
         period_s: seconds between two reports of a host.
+        resorts: returns the last resorts that the cluster was found able to for a workload.
     """
 
     def __init__(
@@ -147,7 +149,9 @@ class Controller:
         settings: ControllerSettings = ControllerSettings(),  # noqa: B008 - frozen
         period_s: float = 5.0,
         machine_of: Callable[[str], str] = lambda host: "",
+        resorts: Callable[[Workload], Collection[RemedyKind]] = lambda workload: (),
     ) -> None:
+        self._resorts = resorts
         self._sensor = sensor
         self._machine_of = machine_of
         self._policy = policy or DefaultPolicy()
@@ -614,8 +618,8 @@ class Controller:
         failed = sum(plan.outcome is not Outcome.OVERTAKEN for plan in situation.tried)
         most = self._settings.most_plans
         if failed >= most or len(incident.tried) >= _OVERTAKEN_COUNT * most:
-            reason = f"{len(incident.tried)} plans did not end incident {incident.number}{_cause(incident)}"
-            self._end(workload, WorkloadState.STOPPED, reason, now_s, wall)
+            reason = f"{len(incident.tried)} plans did not end incident {incident.number}"
+            self._carry_out(last_resort(situation, reason), situation, now_s, wall)
             return
         if not situation.out and now_s - self._failed_s.get(workload.name, -1e9) < pause_s(len(situation.failed)):
             return  # what kills the ranks may pass: a file system that is away, a preemption notice
@@ -666,19 +670,17 @@ class Controller:
         if remedy.kind is RemedyKind.WAIT:
             logger.error("%s waits for hosts: %s", workload.name, remedy.reason)
             self._give_up_silent(situation.out)
-            self._set(
-                replace(
-                    workload,
-                    state=WorkloadState.WAITING,
-                    places=(),
-                    replace=(),
-                    replace_on=(),
-                    generation=self._next_generation(workload),
-                    replicas_before=workload.replicas or workload.replicas_before,
-                    since_s=now_s,
-                    reason=remedy.reason,
-                )
-            )
+            self._wait(workload, remedy.reason, now_s)
+            return
+        if remedy.kind in LAST_RESORTS:
+            reason = remedy.reason + _cause(incident)
+            logger.error("%s: %s, which is a last resort: %s", workload.name, remedy.kind, reason)
+            for host in (*workload.places, *situation.spares):  # no ranks may come to what is about to go
+                if self._sensor.state_of(host) is HostState.READY:
+                    self._sensor.quarantine(host, reason, now_s)
+            self._close(workload, f"{remedy.kind}: {reason}", now_s, wall)
+            workload = replace(self._workloads[workload.name], resorts=(*workload.resorts, remedy.kind))
+            self._wait(workload, reason, now_s)
             return
         plan = make_plan(
             remedy,
@@ -720,6 +722,22 @@ class Controller:
             )
         )
         self._begin_step(plan, now_s)
+
+    def _wait(self, workload: Workload, reason: str, now_s: float) -> None:
+        """Takes all places away, until enough hosts are ready."""
+        self._set(
+            replace(
+                workload,
+                state=WorkloadState.WAITING,
+                places=(),
+                replace=(),
+                replace_on=(),
+                generation=self._next_generation(workload),
+                replicas_before=workload.replicas or workload.replicas_before,
+                since_s=now_s,
+                reason=reason,
+            )
+        )
 
     def _wait_or_start(self, situation: Situation, now_s: float, wall: float) -> None:
         workload, spec = situation.workload, situation.workload.spec
@@ -798,9 +816,10 @@ class Controller:
         self._end(workload, WorkloadState.COMPLETED, "every rank has finished", now_s, wall)
 
     def _forgive(self, workload: Workload, now_s: float) -> None:
-        spoiled = workload.in_job_restarts or workload.workload_restarts or workload.swaps or workload.host_faults
+        restarts = workload.in_job_restarts or workload.workload_restarts or workload.swaps
+        spoiled = restarts or workload.host_faults or workload.resorts
         if spoiled and workload.state is WorkloadState.RUNNING and now_s - workload.since_s >= workload.spec.healthy_s:
-            self._set(replace(workload, in_job_restarts=0, workload_restarts=0, swaps=0, host_faults={}))
+            self._set(replace(workload, in_job_restarts=0, workload_restarts=0, swaps=0, host_faults={}, resorts=()))
 
     def _trains_on(self, situation: Situation, now_s: float) -> bool:
         """Hosts are silent, but training goes on, which it cannot do without them: they are unheard, not lost."""
@@ -835,6 +854,9 @@ class Controller:
             tried=plans,
             trains=self._seen_of(workload).began,
             blocks=blocks,
+            resorts=tuple(
+                kind for kind in LAST_RESORTS if kind in self._resorts(workload) and kind not in workload.resorts
+            ),
         )
 
     def _block(self, name: str) -> str:

@@ -17,6 +17,7 @@ from resiliency.runtime.messages.places import Place
 from resiliency.supervisor.running_goodput import RunningGoodput
 
 __all__ = [
+    "LAST_RESORTS",
     "Host",
     "HostState",
     "Incident",
@@ -181,10 +182,16 @@ class RemedyKind(str, Enum):
     SCALE_DOWN = "scale_down"
     SCALE_UP = "scale_up"
     WAIT = "wait"  # for hosts: there are too few to go on
+    RENEW_HOSTS = "renew_hosts"  # the cluster makes every host anew
+    RENEW_JOB = "renew_job"  # the cluster makes the whole job anew, once
     STOP = "stop"
 
     def __str__(self) -> str:
         return self.value
+
+
+#: What is left when neither restarts nor other hosts help, the mildest first. Only what the cluster was found able to.
+LAST_RESORTS = (RemedyKind.RENEW_HOSTS, RemedyKind.RENEW_JOB)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,6 +339,7 @@ class Workload:
         goodput: the running goodput when this was stored.
         job: what its hosts belong to, as the cluster says; "": it does not say.
         by_hand: it is STOPPED because an operator has stopped it.
+        resorts: last resorts that were taken, without ``healthy_s`` of training since.
     """
 
     spec: WorkloadSpec
@@ -353,6 +361,7 @@ class Workload:
     goodput: RunningGoodput = RunningGoodput()
     job: str = ""
     by_hand: bool = False
+    resorts: tuple[RemedyKind, ...] = ()
 
     @property
     def name(self) -> str:

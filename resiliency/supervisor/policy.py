@@ -1,9 +1,9 @@
 """Decides what is done about an incident. Pure: no input, no output, no clock.
 
 :class:`DefaultPolicy` chooses the mildest remedy that can help. From mild to severe: replace the lost ranks, start the
-job anew, swap a host, train on with fewer replicas, wait for hosts, stop. A device that needs a reset gets it before
-ranks are replaced. A user's class may decide otherwise; :func:`problem_of` refuses any answer, whoever gives it, that
-would put ranks on a host that is not available, or fall below the minimum.
+job anew, swap a host, train on with fewer replicas, wait for hosts, have the cluster make hosts or the job anew, stop.
+A device that needs a reset gets it before ranks are replaced. A user's class may decide otherwise; :func:`problem_of`
+refuses any answer, whoever gives it, that would put ranks on a host that is not available, or fall below the minimum.
 """
 
 from __future__ import annotations
@@ -17,9 +17,18 @@ from typing import Any, Protocol
 
 from resiliency.errors import ConfigError
 from resiliency.runtime.messages.observations import DeviceClass, Observation, ObservationKind
-from resiliency.supervisor.model import Incident, Outcome, Plan, Remedy, RemedyKind, Workload, WorkloadState
+from resiliency.supervisor.model import (
+    LAST_RESORTS,
+    Incident,
+    Outcome,
+    Plan,
+    Remedy,
+    RemedyKind,
+    Workload,
+    WorkloadState,
+)
 
-__all__ = ["DefaultPolicy", "Policy", "Situation", "load_policy", "places_after", "problem_of"]
+__all__ = ["DefaultPolicy", "Policy", "Situation", "last_resort", "load_policy", "places_after", "problem_of"]
 
 #: How many healthy hosts are replaced one after the other before the job is stopped: then hosts are not the cause.
 _MOST_SWAPS = 3
@@ -36,6 +45,7 @@ class Situation:
         tried: plans of this incident so far, in order.
         trains: ranks have made a step since they were placed; False after a plan that was given up half-way.
         blocks: failure domains of hosts, where they are known.
+        resorts: last resorts that the cluster was found able to and that were not taken, the mildest first.
     """
 
     workload: Workload
@@ -46,6 +56,7 @@ class Situation:
     tried: tuple[Plan, ...] = ()
     trains: bool = True
     blocks: Mapping[str, str] = field(default_factory=dict)
+    resorts: tuple[RemedyKind, ...] = ()
 
     @property
     def failed(self) -> tuple[Plan, ...]:
@@ -145,13 +156,19 @@ class DefaultPolicy:
         }
         if workload.swaps >= _MOST_SWAPS:
             reason = f"restarts do not help, nor did it help to replace {workload.swaps} hosts one after the other"
-            return Remedy(kind=RemedyKind.STOP, reason=reason)
+            return last_resort(situation, reason)
         culprits = [host for host in worst if host not in tried][:1]
         if culprits and situation.spares:
             return Remedy(kind=RemedyKind.HOT_SWAP, out=tuple(culprits), reason="restarts do not help; it fails most")
         if culprits and situation.replicas_without(culprits) >= spec.min_replicas:
             return Remedy(kind=RemedyKind.SCALE_DOWN, out=tuple(culprits), reason="restarts do not help; it fails most")
-        return Remedy(kind=RemedyKind.STOP, reason="restarts do not help, and no host can be replaced")
+        return last_resort(situation, "restarts do not help, and no host can be replaced")
+
+
+def last_resort(situation: Situation, reason: str) -> Remedy:
+    """What is done when neither restarts nor other hosts help: each of the last resorts once, then the job is
+    stopped."""
+    return Remedy(kind=situation.resorts[0] if situation.resorts else RemedyKind.STOP, reason=reason)
 
 
 def _relieve(situation: Situation) -> Remedy:
@@ -220,6 +237,8 @@ def problem_of(remedy: Remedy, situation: Situation) -> str:
     workload, spec = situation.workload, situation.workload.spec
     if remedy.kind in (RemedyKind.STOP, RemedyKind.WAIT):
         return ""
+    if remedy.kind in LAST_RESORTS:
+        return "" if remedy.kind in situation.resorts else "the cluster cannot do it, or it was done already"
     strangers = [host for host in remedy.out if host not in workload.places]
     if strangers:
         return f"{', '.join(strangers)} has no place in {workload.name}"

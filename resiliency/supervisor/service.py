@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -45,7 +45,7 @@ from resiliency.supervisor.ends import ends_of, ends_text
 from resiliency.supervisor.hang_watch import HangWatch
 from resiliency.supervisor.history import History
 from resiliency.supervisor.lease import Lease
-from resiliency.supervisor.model import Host, HostState, Plan, Workload, WorkloadSpec, WorkloadState
+from resiliency.supervisor.model import Host, HostState, Plan, RemedyKind, Workload, WorkloadSpec, WorkloadState
 from resiliency.supervisor.policy import load_policy
 from resiliency.supervisor.policy_guard import GuardedPolicy
 from resiliency.supervisor.sensor import Sensor
@@ -201,6 +201,7 @@ class Service:
             ),
             period_s=settings.sensor.period_s,
             machine_of=self.machine_of,
+            resorts=self._resorts,
         )
         self.decided = Decided()
         self.counts = Counts()
@@ -525,6 +526,8 @@ class Service:
         self._count(changes, events)
         was_over = {name: each.state.has_ended for name, each in self.decided.workloads.items()}
         was_done = self.decided.all_is_done
+        taken = {name: len(one.resorts) for name, one in self.decided.workloads.items()}
+        renewed = [one for name, one in changes.workloads.items() if len(one.resorts) > taken.get(name, 0)]
         concerned = self.decided.apply(changes)
         for name, workload in changes.workloads.items():
             if workload.state.has_ended and not was_over.get(name, False):
@@ -544,6 +547,14 @@ class Service:
             at = self.decided.workloads.get(event.workload)
             self._log(event, 0 if at is None else at.generation)
         self._act(concerned)
+        for workload in renewed:
+            if self.leads():
+                self._actuator.renew(workload, self._clock())
+
+    def _resorts(self, workload: Workload) -> Collection[RemedyKind]:
+        """Last resorts that are possible: hosts that another workload may use are not made anew."""
+        is_alone = all(one.name == workload.name or one.state.has_ended for one in self.controller.workloads.values())
+        return self._cluster.can if workload.job and is_alone else ()
 
     def _act(self, concerned: Iterable[str]) -> None:
         """Tells hosts, and does itself, what is decided."""

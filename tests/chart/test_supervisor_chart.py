@@ -208,6 +208,7 @@ def test_rights_are_those_that_are_used(helm4: Helm) -> None:
             ("batch", "jobs"): "get list watch patch",
             ("jobset.x-k8s.io", "jobsets"): "get list watch patch",
             ("policy", "poddisruptionbudgets"): "list",
+            ("", "events"): "create",
         },
         ("Role", "sup"): {
             ("coordination.k8s.io", "leases"): "create",

@@ -33,7 +33,7 @@ from resiliency.supervisor import service as service_module
 from resiliency.supervisor.clusters.base import HostFacts
 from resiliency.supervisor.clusters.none import NoCluster
 from resiliency.supervisor.controller import Changes
-from resiliency.supervisor.model import Outcome, Plan, WorkloadSpec
+from resiliency.supervisor.model import Outcome, Plan, RemedyKind, WorkloadSpec
 from resiliency.supervisor.sensor import SensorSettings
 from resiliency.supervisor.service import Service
 from resiliency.supervisor.settings import HookSettings, SupervisorSettings
@@ -249,6 +249,18 @@ class _AsCluster(NoCluster):
     async def take_out(self, host: str, reason: str, *, is_dead: bool) -> str:
         return await self._whole.take_out(host)
 
+    @property
+    def can(self) -> Any:  # type: ignore[override]
+        return self._whole.can
+
+    async def renew(self, job: str, *, whole: bool, reason: str) -> str:
+        self._whole.told_last.append((job, "renew job" if whole else "renew hosts", reason))
+        return ""
+
+    async def give_up(self, job: str, reason: str) -> str:
+        self._whole.told_last.append((job, "give up", reason))
+        return ""
+
     async def keep(self, job: str, text: str) -> str:
         self._whole.kept = text
         self._whole.is_of(job)
@@ -277,6 +289,9 @@ class Whole:
         self.hosts = {f"h-{number}": SimHost(self, f"h-{number}") for number in range(hosts)}
         #: What the cluster keeps with the job.
         self.kept = ""
+        #: Last resorts that the cluster is able to, and what it was told to do when nothing helped.
+        self.can: tuple[RemedyKind, ...] = ()
+        self.told_last: list[tuple[str, str, str]] = []
         #: What the hosts are of, as the cluster says.
         self.submitted = ""
         self.start()

@@ -51,7 +51,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{- /* supervisor.yaml. Whatever is no key of the chart itself is a setting, with its own name. */ -}}
 {{- define "supervisor.settings" -}}
-{{- $chart := list "workload_name" "workload_namespace" "job_namespace" "policy" "policy_class" "block_label" "node_quarantine_s" "image" "imagePullSecrets" "replicaCount" "listen" "resources" "nodeSelector" "tolerations" "affinity" "priorityClassName" "podAnnotations" "volumes" "volumeMounts" "tls" "operatorToken" "networkPolicy" "podDisruptionBudget" "serviceMonitor" "prometheusRule" "host_daemon" "watchdogs" "useA3high" "replicated_job_name" "workload_container_name" "global" -}}
+{{- $chart := list "workload_name" "workload_namespace" "job_namespace" "policy" "policy_class" "block_label" "node_quarantine_s" "renewJobSet" "image" "imagePullSecrets" "replicaCount" "listen" "resources" "nodeSelector" "tolerations" "affinity" "priorityClassName" "podAnnotations" "volumes" "volumeMounts" "tls" "operatorToken" "networkPolicy" "podDisruptionBudget" "serviceMonitor" "prometheusRule" "host_daemon" "watchdogs" "useA3high" "replicated_job_name" "workload_container_name" "global" -}}
 {{- $settings := dict -}}
 {{- range $key, $value := .Values -}}
 {{- if and (not (has $key $chart)) (not (kindIs "invalid" $value)) -}}

@@ -5,11 +5,12 @@ Ranks never wait for it. A host that is lost is replaced first, and the cluster 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
 from resiliency.errors import ResiliencyError
+from resiliency.supervisor.model import RemedyKind
 
 __all__ = ["Cluster", "ClusterUnavailable", "HostFacts", "Identity"]
 
@@ -59,9 +60,11 @@ class Cluster(Protocol):
     """A backend. Thread: the event loop's.
 
     Attributes:
+        can: last resorts that it was found able to.
         vouches: hosts prove who they are by what the cluster has given them: :meth:`identify` is asked.
     """
 
+    can: Collection[RemedyKind]
     vouches: bool
 
     async def run(self, changed: Callable[[HostFacts], None]) -> None:
@@ -97,6 +100,14 @@ class Cluster(Protocol):
 
         Returns:
             What went wrong; "" when it is done.
+        """
+        ...
+
+    async def renew(self, job: str, *, whole: bool, reason: str) -> str:
+        """Has every host of a job made anew, or the whole job, once.
+
+        Returns:
+            What went wrong; "" when it is done, or will be.
         """
         ...
 

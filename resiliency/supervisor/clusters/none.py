@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from resiliency.supervisor.clusters.base import HostFacts, Identity
+from resiliency.supervisor.model import RemedyKind
 
 __all__ = ["NoCluster"]
 
@@ -13,6 +14,7 @@ __all__ = ["NoCluster"]
 class NoCluster:
     """Does nothing, see :class:`~resiliency.supervisor.clusters.base.Cluster`."""
 
+    can: Collection[RemedyKind] = ()
     vouches = False
 
     async def run(self, changed: Callable[[HostFacts], None]) -> None:
@@ -25,6 +27,9 @@ class NoCluster:
         return ""
 
     async def give_up(self, job: str, reason: str) -> str:
+        return ""
+
+    async def renew(self, job: str, *, whole: bool, reason: str) -> str:
         return ""
 
     async def keep(self, job: str, text: str) -> str:

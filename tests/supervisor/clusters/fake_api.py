@@ -259,6 +259,8 @@ class FakeApi:
         if found[3] == "tokenreviews":
             return web.json_response({**body, "status": self._review(body["spec"])}, status=201)
         if not name:
+            if request.method == "POST" and "dryRun" in request.query:
+                return web.json_response(body, status=201)
             return self._list(request, path) if request.method == "GET" else self._create(path, body)
         item = self.objects.get(path, {}).get(name)
         if item is None:

@@ -16,6 +16,7 @@ __all__ = ["AUDIENCE", "FakeServer", "RealServer", "Server"]
 
 AUDIENCE = "resiliency-supervisor"
 Object = dict[str, Any]
+_ALL = ("get", "list", "watch", "patch", "create", "delete")
 JOBSETS = "/apis/jobset.x-k8s.io/v1alpha2/namespaces/{}/jobsets"
 
 _READY = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
@@ -59,6 +60,18 @@ class Server(Protocol):
         ...
 
     def jobset(self, name: str) -> Object: ...
+
+    def events(self) -> list[tuple[str, str]]:
+        """Reason and message of each in the namespace of the jobs that the supervisor has made."""
+        ...
+
+    def finish_deletion(self, name: str) -> None:
+        """Of a JobSet: its pods have ended."""
+        ...
+
+    def add_lease(self, name: str) -> None:
+        """In the supervisor's own namespace."""
+        ...
 
     def add_job(self, name: str) -> None: ...
     def job(self, name: str) -> Object: ...
@@ -139,7 +152,18 @@ class FakeServer:
     def add_jobset(self, name: str) -> str:
         if name in self.api.objects.get(self._jobsets, {}):
             self.api.remove(self._jobsets, name)
-        return str(self.api.put(self._jobsets, {"metadata": {"name": name}, "spec": {}})["metadata"]["uid"])
+        return str(self.api.put(self._jobsets, {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": name, "namespace": self.jobs, "labels": {"x": "y"}}, "spec": {"suspend": True}})["metadata"]["uid"])  # fmt: skip
+
+    def events(self) -> list[tuple[str, str]]:
+        found = self.api.objects.get(f"/api/v1/namespaces/{self.jobs}/events", {}).values()
+        return [(each["reason"], each["message"]) for each in found]
+
+    def finish_deletion(self, name: str) -> None:
+        assert "deletionTimestamp" in self.jobset(name)["metadata"]
+        self.api.remove(self._jobsets, name)
+
+    def add_lease(self, name: str) -> None:
+        self.api.put(f"/apis/coordination.k8s.io/v1/namespaces/{self.own}/leases", {"metadata": {"name": name}})
 
     def jobset(self, name: str) -> Object:
         return copy.deepcopy(self.api.objects[self._jobsets][name])
@@ -165,7 +189,9 @@ class RealServer:
             {"apiGroups": [""], "resources": ["nodes"], "verbs": ["get", "list", "watch", "patch"]},
             {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch", "delete"]},
             {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["get", "list", "watch", "patch"]},
-            {"apiGroups": ["jobset.x-k8s.io"], "resources": ["jobsets"], "verbs": ["get", "list", "watch", "patch"]},
+            {"apiGroups": ["policy"], "resources": ["poddisruptionbudgets"], "verbs": ["list"]},
+            {"apiGroups": [""], "resources": ["events"], "verbs": ["create"]},
+            {"apiGroups": ["jobset.x-k8s.io"], "resources": ["jobsets"], "verbs": [*_ALL]},
             {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "create", "patch"]},
             {"apiGroups": ["authentication.k8s.io"], "resources": ["tokenreviews"], "verbs": ["create"]},
         ]
@@ -246,11 +272,23 @@ class RealServer:
 
         def made() -> Object | None:
             with contextlib.suppress(ApiError):  # the one before is being deleted
-                found: Object = self._cluster.request("POST", path, {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": name}, "spec": spec})  # fmt: skip
+                found: Object = self._cluster.request("POST", path, {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": name, "labels": {"x": "y"}}, "spec": spec})  # fmt: skip
                 return found
             return None
 
         return str(wait_for("the JobSet", made)["metadata"]["uid"])
+
+    def events(self) -> list[tuple[str, str]]:
+        found = self._cluster.get(f"/api/v1/namespaces/{self.jobs}/events")["items"]
+        own = [each for each in found if each.get("source", {}).get("component") == "resiliency-supervisor"]
+        return [(each["reason"], each["message"]) for each in own]
+
+    def finish_deletion(self, name: str) -> None:
+        return
+
+    def add_lease(self, name: str) -> None:
+        path = f"/apis/coordination.k8s.io/v1/namespaces/{self.own}/leases"
+        self._cluster.request("POST", path, {"metadata": {"name": name}})
 
     def jobset(self, name: str) -> Object:
         found: Object = self._cluster.get(f"{JOBSETS.format(self.jobs)}/{name}")

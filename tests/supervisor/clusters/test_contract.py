@@ -15,6 +15,7 @@ from resiliency.supervisor.clusters.base import HostFacts, Identity
 from resiliency.supervisor.clusters.kubernetes import KubernetesCluster
 from resiliency.supervisor.clusters.kubernetes.api import KubernetesApi
 from resiliency.supervisor.clusters.kubernetes.facts import FAILED, UNTIL
+from resiliency.supervisor.model import RemedyKind
 
 from ..fake_monitors import until
 from .fake_api import FakeApi
@@ -43,6 +44,11 @@ class Watched(KubernetesCluster):
         super().__init__(KubernetesApi(server.access), namespace=server.jobs, **given)
         self.facts: dict[str, HostFacts] = {}
         self.gone: list[str] = []
+
+    def jobset_of(self, name: str) -> str:
+        """Its uid, as far as is known here; "" when there is none."""
+        found = self._jobset(name)
+        return "" if found is None else found.uid
 
     def hear(self, facts: HostFacts) -> None:
         if facts.is_gone:
@@ -394,16 +400,20 @@ def test_a_job_that_is_given_up_fails(server: Server) -> None:
             server.add_job("job")
             server.add_pod("a", node)
             server.add_pod("b", node, job="never-made")
+            server.add_jobset("train")
             async with watched(server) as cluster:
-                await until(lambda: cluster.facts.keys() == {"a", "b"})
-                assert await cluster.give_up("train", "its policy has given up") == ""
+                await until(lambda: cluster.facts.keys() == {"a", "b"} and cluster.facts["b"].ended == "")
+                for _ in range(2):
+                    assert await cluster.give_up("train", "its policy has given up") == ""
+                assert server.events() == [("GivenUp", "its policy has given up")]
                 job = server.job("job")
                 assert job["spec"]["activeDeadlineSeconds"] == 1
                 assert job["metadata"]["annotations"]["resiliency/given-up"] == "its policy has given up"
                 server.delete_pod("a")
                 await until(lambda: "a" not in cluster.facts)
                 assert await cluster.give_up("train", "gone already") == "" == await cluster.give_up("other", "nobody")
-                assert server.writes(2) == [("PATCH", "jobs/job", 200), ("PATCH", "jobs/never-made", 404)]
+                patched = [(name, code) for verb, name, code in server.writes(5) if verb == "PATCH"]
+                assert patched == [("jobs/job", 200), ("jobs/job", 200), ("jobs/never-made", 404)]
 
     run(work)
 
@@ -428,3 +438,66 @@ def test_what_is_kept_with_a_job_is_told_with_its_hosts_and_not_kept_with_the_ne
                 assert "resiliency/ended" not in (server.jobset("train")["metadata"].get("annotations") or {})
 
     run(work)
+
+
+# -- last resorts ------------------------------------------------------------------------------------------------------
+
+
+def test_all_pods_of_a_job_are_made_anew_those_that_live_with_their_grace(server: Server) -> None:
+    async def work() -> None:
+        async with server:
+            node, dead = server.add_node("n"), server.add_node("dead")
+            for name, at in ("a", node), ("b", dead):
+                server.add_pod(name, at)
+            job = server.add_jobset("train")
+            async with watched(server) as cluster:
+                await until(lambda: cluster.facts.keys() == {"a", "b"} and cluster.facts["b"].ended == "")
+                assert RemedyKind.RENEW_HOSTS in await until(lambda: cluster.can)
+                server.set_ready(dead, False)
+                assert (
+                    await cluster.renew("unknown", whole=False, reason="nothing helps") == "there is no JobSet unknown"
+                )
+                while server.pods() != {"a"}:
+                    assert await cluster.renew("train", whole=False, reason="nothing helps") == ""
+                    await asyncio.sleep(0.01)
+                await until(lambda: cluster.facts["a"].unwanted == "pod a is being deleted")
+                assert not is_cordoned(server, node) and server.jobset("train")["metadata"]["uid"] == job
+
+    run(work)
+
+
+@pytest.mark.parametrize("leader", ["lives", "dies"])
+def test_a_jobset_is_made_anew_once_from_its_own_specification(server: Server, leader: str) -> None:
+    """By the next leader when this one dies in between."""
+
+    async def work() -> None:
+        async with server:
+            server.add_lease("supervisor")
+            server.add_pod("a", server.add_node("n"))
+            first = server.add_jobset("train")
+            before = server.jobset("train")
+            async with watched(server) as cluster:
+                await until(lambda: "a" in cluster.facts and cluster.facts["a"].ended == "")
+                assert RemedyKind.RENEW_JOB in await until(lambda: cluster.can)
+                assert await cluster.renew("train", whole=True, reason="nothing helps") == ""
+                if leader == "lives":
+                    await renewed(server, cluster, first)
+            if leader == "dies":
+                async with watched(server) as cluster:
+                    await renewed(server, cluster, first)
+            after = server.jobset("train")
+            assert after["spec"] == before["spec"] and after["metadata"]["labels"]["x"] == "y"
+            assert after["metadata"]["annotations"]["resiliency/renewed"] == "nothing helps"
+            async with watched(server) as cluster:
+                await until(lambda: cluster.jobset_of("train") == after["metadata"]["uid"])
+                assert "it was made anew before: nothing helps" in await cluster.renew("train", whole=True, reason="x")
+                await asyncio.sleep(0.3)
+            assert server.jobset("train")["metadata"]["uid"] == after["metadata"]["uid"]
+
+    run(work)
+
+
+async def renewed(server: Server, cluster: Watched, before: str) -> None:
+    server.finish_deletion("train")
+    # A garbage collector that has just been started learns of JobSets after half a minute.
+    await until(lambda: cluster.jobset_of("train") not in ("", before), within_s=50)

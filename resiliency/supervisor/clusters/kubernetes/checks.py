@@ -8,7 +8,7 @@ from typing import Any
 
 from resiliency.supervisor.clusters.kubernetes.api import ApiError, ApiUnavailable, KubernetesApi
 
-__all__ = ["ClusterCheck", "check_cluster"]
+__all__ = ["ClusterCheck", "check_cluster", "may"]
 
 #: Oldest minor version of Kubernetes 1 whose Jobs replace a pod that is terminating (podReplacementPolicy), and keep
 #: their pods' indexes, without a feature gate.
@@ -89,20 +89,24 @@ async def _jobset(api: KubernetesApi) -> ClusterCheck:
     return ClusterCheck(what="JobSet", found="v1alpha2")
 
 
+async def may(api: KubernetesApi, verb: str, group: str, resource: str, namespace: str, name: str = "") -> bool:
+    """Whether this process has a right, as the API server says."""
+    asked = {"verb": verb, "group": group, "resource": resource, "namespace": namespace, "name": name}
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectAccessReview",
+        "spec": {"resourceAttributes": asked},
+    }
+    answer = await api.request("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review)
+    return bool((answer.get("status") or {}).get("allowed"))
+
+
 async def _rights(api: KubernetesApi, namespace: str, lease: str) -> AsyncIterator[ClusterCheck]:
     for verb, group, resource, where in _RIGHTS:
         place = {"": "", "workload": namespace, "own": api.access.namespace}[where]
-        asked = {"verb": verb, "group": group, "resource": resource, "namespace": place}
-        if resource == "leases" and verb != "create":
-            asked["name"] = lease
-        review = {
-            "apiVersion": "authorization.k8s.io/v1",
-            "kind": "SelfSubjectAccessReview",
-            "spec": {"resourceAttributes": asked},
-        }
-        answer = await api.request("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review)
+        name = lease if resource == "leases" and verb != "create" else ""
         what = f"right to {verb} {resource}{f' in {place}' if place else ''}"
-        if (answer.get("status") or {}).get("allowed"):
+        if await may(api, verb, group, resource, place, name):
             yield ClusterCheck(what=what, found="yes")
         else:
             role = "ClusterRole" if not place else f"Role in {place}"

@@ -13,12 +13,13 @@ import hashlib
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from datetime import datetime, timezone
 from typing import Any
 
 from resiliency.supervisor.clusters.base import ClusterUnavailable, HostFacts, Identity
 from resiliency.supervisor.clusters.kubernetes.api import ApiError, KubernetesApi
-from resiliency.supervisor.clusters.kubernetes.checks import check_cluster
+from resiliency.supervisor.clusters.kubernetes.checks import check_cluster, may
 from resiliency.supervisor.clusters.kubernetes.facts import (
     ENDED,
     JobSet,
@@ -31,6 +32,8 @@ from resiliency.supervisor.clusters.kubernetes.facts import (
     uncordon_patch,
     unwanted_because,
 )
+from resiliency.supervisor.clusters.kubernetes.renewal import Renewal
+from resiliency.supervisor.model import RemedyKind
 
 __all__ = ["KubernetesCluster"]
 
@@ -46,6 +49,8 @@ _LOOK_S = 5.0
 _REVIEWS = 16
 #: Seconds that a review may take; the host connects again.
 _REVIEW_S = 5.0
+#: Longest message of an event, in characters: the API server's limit is 1024.
+_LONGEST_MESSAGE = 1000
 _NODE_NAME, _POD_NAME = "authentication.kubernetes.io/node-name", "authentication.kubernetes.io/pod-name"
 
 
@@ -88,6 +93,10 @@ class KubernetesCluster:
         self._by_node: dict[str, set[str]] = {}
         self._facts: dict[str, HostFacts] = {}
         self._uids: dict[str, str] = {}
+        #: Last resorts that the rights allow.
+        self.can: Collection[RemedyKind] = ()
+        leases = f"/apis/coordination.k8s.io/v1/namespaces/{api.access.namespace}/leases"
+        self._renewal = Renewal(api, path=self._jobsets_path, lease=f"{leases}/{lease}")
         self._changed: Callable[[HostFacts], None] = lambda facts: None
         self._reviews = asyncio.Semaphore(_REVIEWS)
         #: The newest review of each host, by digest of its token, for a time in which the API server is away.
@@ -106,6 +115,7 @@ class KubernetesCluster:
             self._api.follow("/api/v1/nodes", lambda item: node_of(item, self._block_label), self._node_changed),
             self._api.follow(self._jobsets_path, jobset_of, self._jobset_changed),
             self._give_back_nodes(),
+            self._renew_jobset(),
         )
         await asyncio.gather(*works)
 
@@ -113,12 +123,29 @@ class KubernetesCluster:
         """It may be added while the supervisor runs, which therefore goes on."""
         try:
             found = await check_cluster(self._api, namespace=self._namespace, lease=self._lease)
+            self.can = await self._find_last_resorts()
         except ApiError as error:
             logger.warning("what the cluster lacks cannot be found out: %s", error)
             return
         for each in found:
             if each.problem:
                 logger.error("%s: %s; %s", each.what, each.problem, each.remedy)
+
+    async def _find_last_resorts(self) -> Collection[RemedyKind]:
+        needed = {
+            RemedyKind.RENEW_HOSTS: [("delete", "", "pods")],
+            RemedyKind.RENEW_JOB: [(verb, "jobset.x-k8s.io", "jobsets") for verb in ("create", "delete")],
+        }
+        found = []
+        for kind, rights in needed.items():
+            missing = [
+                f"{right[0]} {right[2]}" for right in rights if not await may(self._api, *right, self._namespace)
+            ]
+            if missing:
+                logger.info("%s is passed over as a last resort: no right to %s", kind, " and ".join(missing))
+            elif not self._dry_run:
+                found.append(kind)
+        return found
 
     def _pod_changed(self, uid: str, pod: Pod | None) -> None:
         name = self._uids.get(uid, "") if pod is None else pod.name
@@ -301,6 +328,39 @@ class KubernetesCluster:
                     logger.error("node %s stays cordoned although its quarantine is over: %s", node.name, error)
             await asyncio.sleep(_LOOK_S)
 
+    async def renew(self, job: str, *, whole: bool, reason: str) -> str:
+        jobset = self._jobset(job)
+        if jobset is None:
+            return f"there is no JobSet {job}"
+        try:
+            if whole and (problem := await self._renewal.begin(jobset.name, jobset.uid, reason)):
+                return f"JobSet {jobset.name} is not made anew: {problem}"
+            for pod in [pod for pod in self._pods.values() if pod.jobset == job]:
+                node = self._nodes.get(pod.node)
+                is_dead = pod.node != "" and (node is None or not node.ready)
+                if is_dead or not whole:  # of a JobSet that is deleted the others end by themselves
+                    await self._delete(pod, at_once=is_dead)
+        except ApiError as error:
+            return str(error)
+        if not whole:
+            logger.error("all pods of JobSet %s are deleted, and made anew: %s", jobset.name, reason)
+        return ""
+
+    async def _renew_jobset(self) -> None:
+        """Goes on with a JobSet that is to be made anew, also by an earlier leader."""
+        is_loaded, said = False, ""
+        while not self._dry_run:
+            try:
+                if not is_loaded:
+                    await self._renewal.load()
+                is_loaded, said = True, ""
+                await self._renewal.go_on()
+            except ApiError as error:
+                if not said:
+                    logger.error("no JobSet can be made anew: %s", error)
+                said = str(error)
+            await asyncio.sleep(_LOOK_S)
+
     async def keep(self, job: str, text: str) -> str:
         jobset = self._jobset(job)
         if jobset is None or self._dry_run:
@@ -326,7 +386,33 @@ class KubernetesCluster:
         except ApiError as error:
             return "" if error.status == 404 else str(error)
         logger.error("job %s is failed, and with it the JobSet: %s", jobs[0], reason)
+        if (jobset := self._jobset(job)) is not None:
+            await self._tell(jobset, "GivenUp", reason)
         return ""
+
+    async def _tell(self, jobset: JobSet, what: str, text: str) -> None:
+        """An event that `kubectl describe jobset` shows. Where there is no right to make one it is passed over."""
+        metadata = {"name": f"{jobset.name}.{what.lower()}.{jobset.uid[:8]}", "namespace": self._namespace}
+        of = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "name": jobset.name, "uid": jobset.uid}
+        now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": metadata,
+            "involvedObject": {**of, "namespace": self._namespace},
+            "reason": what,
+            "message": text[:_LONGEST_MESSAGE],
+            "type": "Warning",
+            "source": {"component": "resiliency-supervisor"},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+        try:
+            await self._api.request("POST", f"/api/v1/namespaces/{self._namespace}/events", event)
+        except ApiError as error:
+            if error.status != 409:
+                logger.info("no event of JobSet %s says so: %s", jobset.name, error)
 
     async def close(self) -> None:
         await self._api.close()
