@@ -22,6 +22,8 @@ __all__ = ["decode", "encode", "from_jsonable", "to_jsonable"]
 
 T = TypeVar("T")
 
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+
 
 def encode(message: Any) -> bytes:
     """A dataclass as JSON text, ASCII only."""
@@ -47,8 +49,11 @@ def decode(kind: type[T], data: bytes, *, what: str) -> T:
 
 def to_jsonable(value: Any) -> Any:
     """Converts a dataclass, field by field, to values that :func:`json.dumps` accepts."""
-    if dataclasses.is_dataclass(value):
-        return {field.name: to_jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    kind = type(value)
+    if kind in _PLAIN:  # most values are: a supervisor tells thousands of hosts at once
+        return value
+    if dataclasses.is_dataclass(kind):
+        return {name: to_jsonable(getattr(value, name)) for name in _names(kind)}
     if isinstance(value, tuple):
         return [to_jsonable(item) for item in value]
     return value.name if isinstance(value, enum.Enum) else value
@@ -73,6 +78,11 @@ def from_jsonable(kind: type[T], data: Any) -> T:
         elif required:
             raise ValueError(f"{kind.__name__} lacks the field {name!r}")
     return kind(**values)
+
+
+@functools.cache
+def _names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 @functools.cache

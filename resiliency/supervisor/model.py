@@ -375,14 +375,15 @@ class Workload:
         """The host's place; None when it has none in this workload."""
         return None if host not in self.places or self.state.has_ended else self.place_at(self.places.index(host))
 
-    def place_at(self, node_rank: int) -> Place:
-        """The place of the host with this node rank."""
+    def place_at(self, node_rank: int, master: str = "") -> Place:
+        """The place of the host with this node rank, with the address of the store where it is known."""
         host = self.places[node_rank]
         return Place(
             workload=self.name,
             generation=self.generation,
             node_rank=node_rank,
             nodes=len(self.places),
+            master=master,
             fresh=self.fresh,
             replace=self.replace if host in self.replace_on or not self.replace_on else (),
             replicas=self.replicas,

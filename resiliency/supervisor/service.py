@@ -605,7 +605,7 @@ class Service:
         if placed is not None:
             workload, node_rank = placed
             generation, address = self._masters.get(workload.name, (0, ""))
-            place = replace(workload.place_at(node_rank), master=address if generation == workload.generation else "")
+            place = workload.place_at(node_rank, address if generation == workload.generation else "")
         asks = [ask for ask in self._asks.get(host, ()) if host not in self._answers.get((ask.plan, ask.at), {})]
         check = self._checks.get(host)
         if check is not None:
