@@ -12,10 +12,13 @@ from typing import Any, Literal, Protocol
 from resiliency.callbacks._earlier import Found, continues_writer, is_restart, look, newest_step, step_of
 from resiliency.callbacks._places import CheckpointPlaces, EngineKey
 from resiliency.callbacks._shared_engine import SharedEngine
+from resiliency.checkpoint.read_plan import ReadPlanner
 from resiliency.errors import ConfigError, NoCheckpointFound, TierError
 from resiliency.inspection.by_path import locate, locate_and_load
 from resiliency.plugins import _lightning
 from resiliency.plugins.resume.rank_state import RankState
+from resiliency.plugins.strategies.registry import adapter_for
+from resiliency.plugins.strategies.replicated import ReplicatedAdapter
 from resiliency.settings import environment
 from resiliency.storage.manifest import META_DIR, STEPS_DIR
 from resiliency.storage.step_id import StepId
@@ -273,25 +276,34 @@ class Resume:
             CorruptShard, NoCheckpointFound: the path is a step of this library, which cannot be restored.
         """
         allow_pickle = weights_only is False
+        adapter = adapter_for(self._trainer.strategy) or ReplicatedAdapter()
+        planner: ReadPlanner | None = None
         for key in list(self._users):
             shared = self._open(key) if self._may_hold(path, key) else None
             step = self._step_at_path(path, key, shared) if shared is not None else None
             if shared is None or step is None:
                 continue
-            restored = shared.engine.load(step=step if isinstance(step, StepId) else None, allow_pickle=allow_pickle)
+            planner = planner or adapter.target_state(self._trainer)
+            one = step if isinstance(step, StepId) else None
+            restored = shared.engine.load(step=one, allow_pickle=allow_pickle, reads=planner)
             if restored is None:
                 continue
             if isinstance(step, StepId) and META_DIR in path.split("/"):
                 # The path is a step folder. Protecting the step's names keeps the step.
                 self.protected |= {os.path.join(shared.places.dirpath, name) for name in restored.names}
-            state: dict[str, Any] = restored.state
+            state = adapter.load_state(self._trainer, restored.state, allow_pickle=allow_pickle)
             self._place_rank_state(state, restored.per_rank, restored.world_size)
             return state
         rank = self._trainer.global_rank
-        found = to_thread(lambda: locate_and_load(path, rank=rank, allow_pickle=allow_pickle))
+        located = to_thread(lambda: locate(path))
+        if located is None or (adapter.is_sharded and not located.is_checked):
+            return None  # Lightning itself reads a copy without records, as the stock file that it is
+        planner = planner or adapter.target_state(self._trainer)
+        found = to_thread(lambda: locate_and_load(path, rank=rank, allow_pickle=allow_pickle, planner=planner))
         if found is None:
             return None
-        located, state, per_rank = found
+        located, loaded, per_rank = found
+        state = adapter.load_state(self._trainer, loaded, allow_pickle=allow_pickle)
         self._place_rank_state(state, per_rank, located.world_size)
         return state
 

@@ -631,7 +631,7 @@ class CheckpointSaver:
         try:
             ticket = engine.save(
                 trainer.global_step,
-                state,
+                self._adapter.stored_state(trainer, state),
                 per_rank=per_rank,
                 names=names,
                 supersedes=supersedes,
@@ -644,21 +644,18 @@ class CheckpointSaver:
                 everywhere=self._everywhere or _lightning.reached_its_end(trainer) or trainer.should_stop,
                 trace=trace,
             )
-        except ConfigError as error:
-            return self._write_as_stock(state, names, error)
-        except (ResiliencyError, OSError) as error:
-            if raised_by_a_handler(error):
+        except Exception as error:  # Boundary: a state may hold anything, and training outlives a save of it.
+            refused = isinstance(error, ConfigError) or not isinstance(error, (ResiliencyError, OSError))
+            if raised_by_a_handler(error) and not isinstance(error, ConfigError):
                 raise
+            if refused and not self._adapter.is_sharded:  # rank 0 has the whole state
+                return self._write_as_stock(state, names, error)
             logger.warning(
                 "no checkpoint at step %d; training goes on, the next save tries again",
                 trainer.global_step,
                 exc_info=True,
             )
             ticket = None
-        except Exception as error:  # Boundary: a state may hold anything, and training outlives a save of it.
-            if raised_by_a_handler(error):
-                raise
-            return self._write_as_stock(state, names, error)
         if ticket is None:
             self._not_saved(names)
             return False

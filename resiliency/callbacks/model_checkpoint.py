@@ -240,7 +240,8 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         _lightning.find_last_again(trainer)
         if stage == "fit" and not trainer.fast_dev_run:
             compat.fit_begins(self, trainer)
-        other = _lightning.other_writer(trainer)
+        adapter = adapter_for(trainer.strategy)
+        other = _lightning.other_writer(trainer, has_adapter=adapter is not None)
         if other:
             if stage == "fit" and self._is_new_fit(trainer):
                 logger.warning(
@@ -248,12 +249,13 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
                     " and auto_resume is off. %s",
                     other.words,
                     "Without it the checkpoint engine writes them"
-                    if adapter_for(trainer.strategy) is not None and not other.is_strategy
+                    if adapter is not None and not other.is_strategy
                     else f"The checkpoint engine does not write those of {type(trainer.strategy).__name__}, whatever"
                     f" plugins the Trainer has; {_STRATEGIES}",
                 )
             return
-        _lightning.patch_load_checkpoint(trainer, partial(load_in_session, trainer))
+        sharded = adapter is not None and adapter.is_sharded
+        _lightning.patch_load_checkpoint(trainer, partial(load_in_session, trainer), of_strategy=sharded)
         if stage != "fit" or trainer.fast_dev_run or not self._is_new_fit(trainer):
             return
         unsuited = self._unsuited(self.dirpath) or self._used_by_another_fit(trainer)
@@ -263,12 +265,15 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
                 unsuited,
             )
             return
-        adapter = adapter_for(trainer.strategy)
         if adapter is None:
-            logger.warning(
-                "%s is not supported by the checkpoint engine; Lightning's own code saves its checkpoints (slower, not"
-                " verified); %s",
+            logger.log(
+                logging.WARNING if trainer.is_global_zero else logging.DEBUG,
+                "%s is not supported by the checkpoint engine%s; Lightning's own code saves its checkpoints (slower,"
+                " not verified); %s",
                 type(trainer.strategy).__name__,
+                " with save_distributed_checkpoint=False"
+                if getattr(trainer.strategy, "_save_distributed_checkpoint", True) is False
+                else "",
                 _STRATEGIES,
             )
             return
@@ -381,7 +386,10 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         found = super()._find_last_checkpoints(trainer)
-        if self.save_weights_only or trainer.state.fn != "fit" or _lightning.other_writer(trainer):
+        if self.save_weights_only or trainer.state.fn != "fit":
+            return found
+        adapter = adapter_for(trainer.strategy)
+        if adapter is None or _lightning.other_writer(trainer, has_adapter=True):
             return found
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

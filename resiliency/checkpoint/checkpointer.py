@@ -36,7 +36,7 @@ from resiliency.checkpoint.arena import Arena
 from resiliency.checkpoint.coordinator import Coordinator, SoloCoordinator, StoreCoordinator
 from resiliency.checkpoint.copier import Copier
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
-from resiliency.checkpoint.read_plan import Read, plan_given, plan_into, plan_new
+from resiliency.checkpoint.read_plan import Read, ReadPlan, plan_given, plan_into, plan_new
 from resiliency.checkpoint.restore import Restored, Restorer
 from resiliency.checkpoint.save_copies import SaveCopies
 from resiliency.checkpoint.save_trace import SaveTrace
@@ -813,7 +813,7 @@ class Checkpointer:
         step: StepId | None = None,
         allow_pickle: bool = False,
         keys: Callable[[str], bool] | None = None,
-        reads: Callable[[Sequence[Chunk]], Sequence[Read]] | None = None,
+        reads: Callable[[Sequence[Chunk]], Sequence[Read] | ReadPlan] | None = None,
     ) -> Restored | None:
         """Restores the newest step of which every host can get all shards, or ``step``.
 

@@ -125,9 +125,9 @@ def plan_new(keys: Callable[[str], bool] | None = None) -> ReadPlanner:
     return plan
 
 
-def plan_given(reads: Callable[[Sequence[Chunk]], Sequence[Read]]) -> ReadPlanner:
-    """A planner that takes the reads of a caller, who keeps the destinations. Each read is checked against the stored
-    chunks.
+def plan_given(reads: Callable[[Sequence[Chunk]], Sequence[Read] | ReadPlan]) -> ReadPlanner:
+    """A planner that takes the reads of a caller, who keeps the destinations; or a caller's whole read plan. Each read
+    is checked against the stored chunks.
 
     Raises (when the planner is called):
         ConfigError: ``reads`` failed, or a read does not fit the chunk it names.
@@ -135,15 +135,16 @@ def plan_given(reads: Callable[[Sequence[Chunk]], Sequence[Read]]) -> ReadPlanne
 
     def plan(stored: Sequence[Chunk]) -> ReadPlan:
         try:
-            given = list(reads(stored))
+            given = reads(stored)
         except ConfigError:
             raise
         except Exception as error:  # Boundary: the caller's code; reported to the other ranks as a ConfigError.
             raise ConfigError(f"reads= failed: {type(error).__name__}: {error}") from error
         chunks = {(chunk.key, chunk.offsets): chunk for chunk in stored}
-        for read in given:
+        planned = given if isinstance(given, ReadPlan) else ReadPlan(reads=list(given), partial=True)
+        for read in planned.reads:
             _check(read, chunks.get((read.key, read.chunk_offsets)))
-        return ReadPlan(reads=given, partial=True)
+        return planned
 
     return plan
 

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from resiliency.checkpoint.read_plan import plan_new
+from resiliency.checkpoint.read_plan import ReadPlanner, plan_new
 from resiliency.checkpoint.shard_assembler import ShardAssembler, threads_for
 from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.checkpoint.stored_state import rank_state
@@ -242,7 +242,12 @@ def _records_of(tier: Tier, key: str, identity: Identity) -> dict[int, ShardReco
 
 
 def load_path(
-    located: Located, *, rank: int = 0, allow_pickle: bool = False, keys: Callable[[str], bool] | None = None
+    located: Located,
+    *,
+    rank: int = 0,
+    allow_pickle: bool = False,
+    keys: Callable[[str], bool] | None = None,
+    planner: ReadPlanner | None = None,
 ) -> tuple[Any, Any]:
     """Reads and checks the shards of a located step, in one process. Remote shards go through a temporary folder.
 
@@ -252,6 +257,7 @@ def load_path(
         rank: the rank whose per-rank tree is returned.
         allow_pickle: also load objects of any class. Only for checkpoints you trust: it can run code.
         keys: load only tensors whose key passes; the others become empty tensors.
+        planner: instead of ``keys``: plans what is read, and into which tensors. Not used for a copy without records.
 
     Returns:
         The state tree and the per-rank tree (None when the step has no such rank).
@@ -264,7 +270,7 @@ def load_path(
             them.
     """
     try:
-        return _load(located, rank, allow_pickle, keys)
+        return _load(located, rank, allow_pickle, keys, planner)
     except (CorruptShard, NoCheckpointFound, TierError, OSError) as error:
         # A job that saves moves its names to newer steps; that must not be reported as damage.
         now = read_name(located.tier, located.name) if located.name else None
@@ -277,7 +283,12 @@ def load_path(
 
 
 def locate_and_load(
-    path: str, *, run: str | None = None, rank: int = 0, allow_pickle: bool = False
+    path: str,
+    *,
+    run: str | None = None,
+    rank: int = 0,
+    allow_pickle: bool = False,
+    planner: ReadPlanner | None = None,
 ) -> tuple[Located, Any, Any] | None:
     """Calls :func:`locate` and :func:`load_path`, again when a job has moved the name, or has saved and deleted in the
     folder, in between.
@@ -292,7 +303,9 @@ def locate_and_load(
         before = _file_at(path)
         try:
             located = locate(path, run=run)
-            return None if located is None else (located, *load_path(located, rank=rank, allow_pickle=allow_pickle))
+            if located is None:
+                return None
+            return located, *load_path(located, rank=rank, allow_pickle=allow_pickle, planner=planner)
         except (CorruptShard, NoCheckpointFound, TierError) as error:
             if not tries or not (isinstance(error, NameMoved) or _file_at(path) != before):
                 raise
@@ -325,7 +338,13 @@ class NameMoved(NoCheckpointFound):
 _MOVES = 20
 
 
-def _load(located: Located, rank: int, allow_pickle: bool, keys: Callable[[str], bool] | None) -> tuple[Any, Any]:
+def _load(
+    located: Located,
+    rank: int,
+    allow_pickle: bool,
+    keys: Callable[[str], bool] | None,
+    planner: ReadPlanner | None,
+) -> tuple[Any, Any]:
     with tempfile.TemporaryDirectory(prefix="resiliency-") as scratch:
         if not located.is_checked:
             return _load_unchecked(located, scratch, rank, allow_pickle, keys)
@@ -338,7 +357,7 @@ def _load(located: Located, rank: int, allow_pickle: bool, keys: Callable[[str],
                     where = located.where(0)
                     raise CorruptShard(f"{where}: the record of shard {writer} of its step is missing", path=where)
                 readers[writer] = ShardReader(_local_file(located, writer, scratch), records[writer])
-            planner = plan_new(keys) if keys is not None else None
+            planner = plan_new(keys) if keys is not None else planner
             assembler = ShardAssembler(readers, rank=rank, planner=planner, allow_pickle=allow_pickle)
             for writer, bad in assembler.read(threads=threads_for(1)).items():
                 where = located.where(writer)

@@ -36,6 +36,7 @@ __all__ = [
     "ddp_arguments",
     "find_last_again",
     "forget_batch_end_actions",
+    "has_own_writes",
     "highest_step",
     "in_a_run",
     "intercept_resume",
@@ -335,22 +336,25 @@ class OtherWriter:
     is_strategy: bool = False
 
 
-def other_writer(trainer: Any) -> OtherWriter | None:
+def other_writer(trainer: Any, *, has_adapter: bool) -> OtherWriter | None:
     """The code that must write this trainer's checkpoints instead of the engine; None when there is none.
 
     A CheckpointIO or strategy that the user passed may encrypt or upload, and so may a replacement of ``torch.save``.
+
+    Args:
+        has_adapter: an adapter of the engine supports the strategy, with the methods that it has for saving.
     """
     strategy, io = trainer.strategy, trainer.strategy.checkpoint_io
     stock = type(io).__name__ == "TorchCheckpointIO" and type(io).__module__.startswith(_FABRICS)
     if not stock and not type(io).__module__.startswith("resiliency."):
         was_passed = io is trainer._accelerator_connector.checkpoint_io
         if was_passed or type(strategy).__module__.startswith(_FABRICS):
-            makes_one = any(_is_users(strategy, name) for name in ("checkpoint_io", *_WRITES))
+            makes_one = _is_users(strategy, "checkpoint_io") or (not has_adapter and has_own_writes(strategy))
             words = f"the CheckpointIO plugin {type(io).__name__} of this Trainer"
             return OtherWriter(words=words, is_strategy=makes_one)
         words = f"the strategy {type(strategy).__name__}, which has set a CheckpointIO of its own, {type(io).__name__}"
         return OtherWriter(words=words, is_strategy=True)
-    if any(_is_users(strategy, name) for name in _WRITES):
+    if not has_adapter and has_own_writes(strategy):
         words = f"the strategy {type(strategy).__name__} of this Trainer, which has methods of its own for that"
         return OtherWriter(words=words, is_strategy=True)
     if stock and _is_replaced(io):
@@ -373,6 +377,11 @@ def _is_of_others(function: Any) -> bool:
     """True for a function of code outside Lightning, or one that such code has wrapped."""
     of_lightning = str(getattr(function, "__module__", "")).startswith(_FABRICS)
     return not of_lightning or hasattr(function, "__wrapped__")
+
+
+def has_own_writes(strategy: Any) -> bool:
+    """True when code outside Lightning has overridden or replaced how a strategy writes or removes checkpoints."""
+    return any(_is_users(strategy, name) for name in _WRITES)
 
 
 def _is_users(strategy: Any, name: str) -> bool:
@@ -404,19 +413,25 @@ def weights_only_of(namespace: str, given: bool | None) -> bool | None:
     return given
 
 
-def patch_load_checkpoint(trainer: Any, load: Callable[[str, bool | None], dict[str, Any] | None]) -> None:
+def patch_load_checkpoint(
+    trainer: Any, load: Callable[[str, bool | None], dict[str, Any] | None], *, of_strategy: bool = False
+) -> None:
     """Makes the strategy's CheckpointIO call ``load(path, weights_only)`` first, and its own method if it gets None.
 
-    A function that other code has put in the place of that method gets every file, as in stock Lightning."""
-    io = trainer.strategy.checkpoint_io
+    A function that other code has put in the place of that method gets every file, as in stock Lightning.
+
+    Args:
+        of_strategy: patch the strategy itself, which loads without a CheckpointIO.
+    """
+    owner = trainer.strategy if of_strategy else trainer.strategy.checkpoint_io
     # Replaces an earlier patch, because several trainers may use one plugin object, one after the other.
-    patched = io.__dict__.get("load_checkpoint")
-    original = patched.original if isinstance(patched, _LoadOursFirst) else io.load_checkpoint
-    io.load_checkpoint = _LoadOursFirst(load, original, weights_only_of(_namespace_of(trainer), None))
+    patched = owner.__dict__.get("load_checkpoint")
+    original = patched.original if isinstance(patched, _LoadOursFirst) else owner.load_checkpoint
+    owner.load_checkpoint = _LoadOursFirst(load, original, weights_only_of(_namespace_of(trainer), None))
 
 
 class _LoadOursFirst:
-    """Replaces a ``CheckpointIO.load_checkpoint``. A class, so that the trainer can still be pickled."""
+    """Replaces a ``load_checkpoint``. A class, so that the trainer can still be pickled."""
 
     def __init__(
         self,
@@ -454,7 +469,10 @@ def around_load(trainer: Any, began: Callable[[], None], ended: Callable[[], Non
             ended()
 
     def undo() -> None:
-        if vars(strategy).get("load_checkpoint") is not load_checkpoint:
+        current = vars(strategy).get("load_checkpoint")
+        if isinstance(current, _LoadOursFirst) and current.original is load_checkpoint:  # patched after this
+            current.original = original
+        if current is not load_checkpoint:
             return
         if shadowed is None:
             del strategy.load_checkpoint

@@ -32,6 +32,7 @@ from resiliency.inspection.by_path import locate_and_load
 from resiliency.plugins._io_engines import EngineUse, FolderEngine
 from resiliency.plugins._lightning import in_a_run, torch_save_is_replaced, weights_only_of
 from resiliency.plugins.namespaces import AdapterClass
+from resiliency.plugins.strategies.layout import dumped_form
 from resiliency.storage.names import read_name
 from resiliency.storage.shard_file import Identity
 from resiliency.storage.stage import Stage
@@ -214,7 +215,7 @@ class TieredIO:
         found = to_thread(lambda: locate_and_load(text, run=run, allow_pickle=allow_pickle))
         if found is None:
             return _stock_load(self, path, map_location, weights_only)
-        loaded: dict[str, Any] = found[1]
+        loaded = dumped_form(found[1], allow_pickle=allow_pickle)
         if map_location is None or torch.device("cpu") == _device(map_location):
             return loaded
         # The digests are right. torch.load reads the file again, because it knows what any other location means.

@@ -6,11 +6,12 @@ from typing import Any
 
 from resiliency.plugins.strategies.base import StrategyAdapter
 from resiliency.plugins.strategies.replicated import ReplicatedAdapter
+from resiliency.plugins.strategies.sharded import ShardedAdapter
 
 __all__ = ["ADAPTERS", "adapter_for"]
 
 #: The first one that supports a strategy is used.
-ADAPTERS: tuple[StrategyAdapter, ...] = (ReplicatedAdapter(),)
+ADAPTERS: tuple[StrategyAdapter, ...] = (ReplicatedAdapter(), ShardedAdapter())
 
 
 def adapter_for(strategy: Any) -> StrategyAdapter | None:

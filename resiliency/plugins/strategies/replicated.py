@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 
+from resiliency.checkpoint.read_plan import ReadPlanner
+from resiliency.plugins import _lightning
 from resiliency.plugins.strategies.base import TensorRules
+from resiliency.plugins.strategies.layout import dumped_form, with_names
 
-__all__ = ["ReplicatedAdapter"]
+__all__ = ["ReplicatedAdapter", "local_part"]
 
 #: Strategies for which ``dump_checkpoint`` returns the whole, unsharded state on every rank, with live tensors.
 _SUPPORTED = frozenset({"SingleDeviceStrategy", "DDPStrategy"})
@@ -24,14 +27,20 @@ _UNSUPPORTED = frozenset(
 class ReplicatedAdapter:
     """Adapter of ``SingleDeviceStrategy``, ``DDPStrategy`` and strategies derived from them that do not shard."""
 
+    is_sharded = False
+
     def supports(self, strategy: Any) -> bool:
+        """False for a derived strategy that writes its checkpoints itself: it may encrypt them, say."""
         names = {cls.__name__ for cls in type(strategy).__mro__}
-        return bool(names & _SUPPORTED) and not names & _UNSUPPORTED
+        return bool(names & _SUPPORTED) and not names & _UNSUPPORTED and not _lightning.has_own_writes(strategy)
 
     def dump_state(self, trainer: Any, *, weights_only: bool) -> dict[str, Any]:
         with trainer.profiler.profile("save_checkpoint"):
             dumped: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only)
         return dumped
+
+    def stored_state(self, trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        return checkpoint
 
     def tensor_rules(self, trainer: Any) -> TensorRules:
         """Parameters and optimizer state are replicated. Other tensors are not, because buffers differ between DDP
@@ -67,17 +76,34 @@ class ReplicatedAdapter:
         """Leaves out parameters of lazy modules, which have no shape yet, and tensors that are not plain."""
         tensors: dict[str, Tensor] = {}
         for name, value in trainer.lightning_module.state_dict().items():
+            value = local_part(value)
             if _is_plain(value):
                 tensors[f"state_dict/{name}"] = _without_values(value)
         for index, optimizer in enumerate(trainer.optimizers):
             parameters: Iterable[Tensor] = (p for group in optimizer.param_groups for p in group["params"])
-            for position, parameter in enumerate(parameters):
+            for position, parameter in enumerate(map(local_part, parameters)):
                 if not _is_plain(parameter):
                     continue
                 for name in _moments(optimizer):
                     key = f"optimizer_states/{index}/state/{position}/{name}"
                     tensors[key] = _without_values(parameter)
         return tensors
+
+    def target_state(self, trainer: Any) -> ReadPlanner | None:
+        return None
+
+    def load_state(self, trainer: Any, state: dict[str, Any], *, allow_pickle: bool) -> dict[str, Any]:
+        """Lightning puts everything into its place; of a sharded state it needs the form that it dumps itself."""
+        checkpoint = dumped_form(state, allow_pickle=allow_pickle)
+        if checkpoint is not state:
+            names = trainer.lightning_module.state_dict().keys()
+            checkpoint["state_dict"] = with_names(checkpoint["state_dict"], names)
+        return checkpoint
+
+
+def local_part(value: Any) -> Any:
+    """The part of a DTensor that this rank holds, without a copy; any other value itself."""
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def _has_data(tensor: Tensor) -> bool:
@@ -104,12 +130,12 @@ def _without_values(tensor: Tensor) -> Tensor:
 
 
 def _addresses(tensors: Iterable[Tensor]) -> set[int]:
-    """The addresses of the tensors' data. Wrappers, sparse tensors and those with a freed storage have none and are
-    left out."""
+    """The addresses of the tensors' data, of a DTensor those of its local part. Wrappers, sparse tensors and those with
+    a freed storage have none and are left out."""
     found = set()
     for tensor in tensors:
         try:
-            found.add(tensor.data_ptr())
+            found.add(local_part(tensor.detach()).data_ptr())
         except RuntimeError:  # torch raises it for tensors without a storage
             continue
     found.discard(0)

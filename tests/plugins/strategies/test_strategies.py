@@ -14,6 +14,7 @@ import torch
 from resiliency.plugins.strategies import registry
 from resiliency.plugins.strategies.base import TensorRules
 from resiliency.plugins.strategies.replicated import ReplicatedAdapter
+from resiliency.plugins.strategies.sharded import ShardedAdapter
 from tests.callbacks.harness import NAMESPACES, content, loader, make_net, make_trainer, names, ours
 
 
@@ -26,8 +27,14 @@ def strategy(namespace: str, name: str) -> Any:
 def test_strategies_with_the_whole_model_on_every_rank_are_served(namespace: str) -> None:
     for name in ("SingleDeviceStrategy", "DDPStrategy"):
         assert isinstance(registry.adapter_for(strategy(namespace, name)), ReplicatedAdapter)
-    for name in ("FSDPStrategy", "ModelParallelStrategy"):
-        assert registry.adapter_for(strategy(namespace, name)) is None
+    assert registry.adapter_for(strategy(namespace, "FSDPStrategy")) is None
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_model_parallel_is_served_when_each_rank_writes_its_part(namespace: str) -> None:
+    kind = type(strategy(namespace, "ModelParallelStrategy"))
+    assert isinstance(registry.adapter_for(kind()), ShardedAdapter)
+    assert registry.adapter_for(kind(save_distributed_checkpoint=False)) is None
 
 
 def test_a_sharding_strategy_derived_from_ddp_is_not_served() -> None:
@@ -51,6 +58,7 @@ def test_trained_parameters_and_their_moments_are_late_and_replicated_buffers_ar
     rules = ReplicatedAdapter().tensor_rules(trainer)
 
     def judged(tensor: torch.Tensor) -> tuple[bool, bool]:
+        assert rules.is_replicated is not None
         return rules.may_copy_late(tensor), rules.is_replicated(tensor)
 
     state = net.state_dict()
@@ -87,7 +95,9 @@ def test_expected_tensors_are_those_a_stepped_optimizer_has(make: Any, moments: 
 
 
 class MadeUpAdapter:
-    """For a strategy nobody has: adds a word to the state and lets nothing be late."""
+    """For a strategy nobody has, which saves in its own way: adds a word to the state and lets nothing be late."""
+
+    is_sharded = False
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -107,25 +117,53 @@ class MadeUpAdapter:
         self.asked.append("expected")
         return {"made_up": torch.empty(3, dtype=torch.int64, device="meta")}
 
+    def stored_state(self, trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append("stored")
+        return checkpoint
+
+    def target_state(self, trainer: Any) -> None:
+        self.asked.append("target")
+
+    def load_state(self, trainer: Any, state: dict[str, Any], *, allow_pickle: bool) -> dict[str, Any]:
+        self.asked.append("load")
+        return state
+
+
+def saves_itself(self: Any, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+    self.checkpoint_io.save_checkpoint(checkpoint, filepath)
+
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize(
+    ("methods", "says"),
+    [
+        ({}, "MadeUpStrategy is not supported"),
+        ({"save_checkpoint": saves_itself}, "written by the strategy MadeUpStrategy of this Trainer"),
+    ],
+    ids=["", "with a save of its own"],
+)
 def test_one_more_strategy_is_one_class(
-    namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    namespace: str,
+    methods: dict[str, Any],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a Trainer leaves it set
     single = type(strategy(namespace, "SingleDeviceStrategy"))
     # As a sharding strategy that derives from a replicated one: the general adapter does not want it.
-    made_up = type("MadeUpStrategy", (type("FSDPStrategy", (single,), {}),), {})
+    made_up = type("MadeUpStrategy", (type("FSDPStrategy", (single,), {}),), methods)
 
-    def fit(root: Path) -> Any:
+    def fit(root: Path, **more: Any) -> Any:
         callback = ours(namespace, root, every_n_train_steps=2, save_top_k=-1, filename="{step}")
         trainer = make_trainer(namespace, [callback], root=root, max_epochs=1, strategy=made_up(torch.device("cpu")))
         with caplog.at_level(logging.WARNING, logger="resiliency"):
-            trainer.fit(make_net(namespace), loader())
+            trainer.fit(make_net(namespace), loader(), **more)
         return callback
 
     fit(tmp_path / "without")
-    assert "MadeUpStrategy is not supported" in caplog.text
+    assert says in caplog.text
     assert not (tmp_path / "without" / ".resiliency").exists()
     assert names(tmp_path / "without") == {"step=2.ckpt", "step=4.ckpt", "step=6.ckpt"}, "written the stock way"
 
@@ -134,5 +172,8 @@ def test_one_more_strategy_is_one_class(
     monkeypatch.setattr(registry, "ADAPTERS", (*registry.ADAPTERS, adapter))
     fit(tmp_path / "with")
     assert "not supported" not in caplog.text
-    assert adapter.asked == ["expected", *["state", "rules"] * 3]
+    assert adapter.asked == ["expected", *["state", "rules", "stored"] * 3]
     assert torch.equal(content(tmp_path / "with" / "step=6.ckpt")["made_up"], torch.arange(3))
+    del adapter.asked[:]
+    fit(tmp_path / "with", ckpt_path=str(tmp_path / "with" / "step=6.ckpt"))
+    assert adapter.asked == ["target", "load", "expected"]
