@@ -15,20 +15,20 @@ __all__ = ["StrategyAdapter", "TensorRules"]
 
 @dataclass(frozen=True)
 class TensorRules:
-    """How the tensors of one state may be saved. Of a DTensor, the rules are asked about the local tensor.
+    """How the tensors of one state may be saved.
 
     Valid until the next optimizer step.
 
     Attributes:
-        may_copy_late: nothing changes the tensor before the next optimizer step, so it may be copied while the next
-            forward and backward run.
+        may_copy_late: nothing changes the tensor (of a DTensor: its local tensor) before the next optimizer step, so it
+            may be copied while the next forward and backward run.
         is_replicated: the tensor is equal on all ranks, so that each rank may write a part of it. When every rank has a
-            tensor that is not replicated, rank 0's is saved. None: the state is sharded; which ranks hold the same part
-            of a tensor follows from its placements, and plain tensors are rank 0's.
+            tensor that is not replicated, rank 0's is saved. Not asked about DTensors, whose placements say which ranks
+            hold the same part.
     """
 
     may_copy_late: Callable[[Tensor], bool]
-    is_replicated: Callable[[Tensor], bool] | None
+    is_replicated: Callable[[Tensor], bool]
 
 
 class StrategyAdapter(Protocol):

@@ -39,11 +39,13 @@ def with_names(state_dict: Mapping[str, Any], names: Collection[str]) -> dict[st
     return {own.get(plain_name(name), name): value for name, value in state_dict.items()}
 
 
-def sharded_form(checkpoint: Mapping[str, Any], *, writes_meta: bool) -> dict[str, Any]:
-    """The sharded form of a dumped checkpoint. Only one rank ``writes_meta``: what ranks hold there may differ.
+def sharded_form(checkpoint: Mapping[str, Any], *, keeps_meta: bool) -> dict[str, Any]:
+    """The sharded form of a dumped checkpoint. Only rank 0 ``keeps_meta``, because what ranks hold there may differ;
+    the others make it too, so that all ranks refuse what rank 0 cannot store.
 
     Raises:
         ConfigError: something else than the model and the optimizers holds a part of a tensor.
+        Exception: an object cannot be pickled; as ``torch.save``.
     """
     rest = dict(checkpoint)
     state: dict[str, Any] = {"state_dict": rest.pop("state_dict")}
@@ -56,9 +58,8 @@ def sharded_form(checkpoint: Mapping[str, Any], *, writes_meta: bool) -> dict[st
                 " model and the optimizers may. Take it out in on_save_checkpoint"
             )
     data = io.BytesIO()
-    if writes_meta:
-        torch.save(rest, data)
-    return {**state, META: data.getvalue()}
+    torch.save(rest, data)
+    return {**state, META: data.getvalue() if keeps_meta else b""}
 
 
 def dumped_form(state: dict[str, Any], *, allow_pickle: bool) -> dict[str, Any]:

@@ -44,10 +44,11 @@ class ShardedAdapter(ReplicatedAdapter):
             return super().dump_state(trainer, weights_only=weights_only)
 
     def stored_state(self, trainer: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        return sharded_form(checkpoint, writes_meta=trainer.is_global_zero)
+        return sharded_form(checkpoint, keeps_meta=trainer.is_global_zero)
 
     def tensor_rules(self, trainer: Any) -> TensorRules:
-        return replace(super().tensor_rules(trainer), is_replicated=None)
+        """Of plain tensors, such as buffers, rank 0's are saved, as with DDP."""
+        return replace(super().tensor_rules(trainer), is_replicated=lambda tensor: False)
 
     def target_state(self, trainer: Any) -> ReadPlanner:
         """Fills the live parameters and optimizer states, which an optimizer makes now if it has none yet. Everything

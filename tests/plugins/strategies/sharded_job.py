@@ -7,7 +7,6 @@ import importlib
 import json
 import logging
 import os
-import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,28 +16,24 @@ import torch
 from torch import nn
 
 from resiliency.callbacks.model_checkpoint import build
-from resiliency.inspection.by_path import locate
 from tests.callbacks.harness import ALL_LATE, loader, make_trainer
 
 PL = "lightning.pytorch"
 warnings.filterwarnings("ignore")
 
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-    "single": {"foreach": False},
-}
+OPTIMIZERS: dict[str, dict[str, Any]] = {"single": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
 class Net(pl.LightningModule):
     """Tied weights, a dimension of 5 (an empty part for one of four ranks), BatchNorm, dropout and a scheduler."""
 
-    def __init__(self, *, kind: str, optimizer: str = "foreach", wraps: tuple[str, ...] = ()) -> None:
+    def __init__(self, *, kind: str, optimizer: str = "single", wraps: tuple[str, ...] = ()) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.kind, self.optimizer, self.wraps = kind, optimizer, wraps
         self.first = nn.Linear(4, 8)
-        self.net = nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 8))
+        self.net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8))
+        self.odd = nn.Linear(8, 5)
         self.norm = nn.BatchNorm1d(8)
         self.dropout = nn.Dropout(0.2)
         self.last = nn.Linear(8, 8, bias=False)
@@ -70,7 +65,7 @@ class Net(pl.LightningModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(self.first(x))
-        return self.tied(self.last(self.dropout(self.net(hidden)) + hidden))
+        return self.tied(self.last(self.dropout(self.net(hidden)) + hidden)) + self.odd(hidden).mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self(batch[0]).square().mean() + (batch[0] * self.first.bias[:4].sum()).mean()
@@ -88,18 +83,21 @@ class Net(pl.LightningModule):
 
 
 class Watch(pl.Callback):
-    """Notes what training begins with: of the model, of the optimizer, and numbers."""
+    """Notes what training begins with. ``odd``: its own state cannot be pickled at this step."""
 
-    def __init__(self, *, dies_at: int = -1) -> None:
+    def __init__(self, *, odd: int = -1) -> None:
         self.started: dict[str, Any] = {}
-        self.dies_at = dies_at
+        self.odd = odd
+        self.step = 0
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        self.step = trainer.global_step + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"odd": (lambda: 0) if self.step == self.odd else 0}
 
     def on_train_start(self, trainer: Any, net: Any) -> None:
         self.started = {"step": trainer.global_step, **hashes(trainer, net)}
-
-    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == self.dies_at:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def whole(value: Any) -> Any:
@@ -131,6 +129,11 @@ def hashes(trainer: Any, net: Any) -> dict[str, Any]:
     }
 
 
+def tensor_ranks(kind: str) -> int:
+    """Number of ranks among which tensors are divided that see the same data."""
+    return {"tp": int(os.environ["WORLD_SIZE"]), "2d": 2}.get(kind, 1)
+
+
 def strategy(kind: str) -> Any:
     """ "fsdp", "tp", "2d", "ddp" or "single"; "full": fsdp, saved as one file."""
     strategies = importlib.import_module(f"{PL}.strategies")
@@ -139,7 +142,7 @@ def strategy(kind: str) -> Any:
         return "auto"
     if kind == "ddp":
         return strategies.DDPStrategy(process_group_backend="gloo")
-    tensor = {"fsdp": 1, "full": 1, "tp": ranks, "2d": 2}[kind]
+    tensor = tensor_ranks(kind)
     return strategies.ModelParallelStrategy(
         data_parallel_size=ranks // tensor,
         tensor_parallel_size=tensor,
@@ -163,20 +166,16 @@ def fit(
     max_steps: int,
     kind: str = "fsdp",
     ckpt_path: str | None = None,
-    dies: tuple[int, int] = (-1, -1),
     net: dict[str, Any] | None = None,
     test: bool = False,
+    odd: int = -1,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """One fit; what this rank knows at its end.
-
-    Args:
-        dies: rank that kills itself (-2: all ranks), and at which step.
-    """
+    """One fit, or with ``test`` one test; what this rank knows at its end."""
     rank = int(os.environ["RANK"])
     given: dict[str, Any] = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}", "save_last": True}
     callback = build(PL)(dirpath=directory, **(given | {"options": ALL_LATE} | arguments))
-    watch = Watch(dies_at=dies[1] if dies[0] in (rank, -2) else -1)
+    watch = Watch(odd=odd)
     lines = Lines()
     logging.getLogger("resiliency").addHandler(lines)
     trainer = make_trainer(
@@ -189,7 +188,7 @@ def fit(
         max_epochs=-1,
     )
     module = Net(kind=kind, **(net or {}))
-    torch.manual_seed(100 + rank)
+    torch.manual_seed(100 + rank // tensor_ranks(kind))
     error = ""
     try:
         if test:
@@ -208,7 +207,6 @@ def fit(
         "weights": digest(dict(module.named_parameters())) if test else "",
         "lines": lines.lines,
         "last": callback.last_model_path,
-        "ours": locate(callback.last_model_path) is not None if callback.last_model_path and not error else False,
     }
 
 

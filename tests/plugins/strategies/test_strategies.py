@@ -58,7 +58,6 @@ def test_trained_parameters_and_their_moments_are_late_and_replicated_buffers_ar
     rules = ReplicatedAdapter().tensor_rules(trainer)
 
     def judged(tensor: torch.Tensor) -> tuple[bool, bool]:
-        assert rules.is_replicated is not None
         return rules.may_copy_late(tensor), rules.is_replicated(tensor)
 
     state = net.state_dict()

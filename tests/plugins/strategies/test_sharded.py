@@ -1,0 +1,241 @@
+"""``ModelParallelStrategy`` through the engine, with real ranks over gloo: what is saved, and what it resumes into.
+
+Each run of several ranks goes through several fits, because the ranks' start takes most of the time.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from resiliency.errors import CorruptShard
+from resiliency.inspection.by_path import locate, locate_and_load
+from resiliency.testing.zygote import Zygote
+from tests.ports import free_port
+
+pytestmark = pytest.mark.long
+
+DEADLINE_S = 150.0
+Answers = list[list[dict[str, Any]]]
+
+
+def run(
+    zygote: Zygote, folder: Path, fits: list[dict[str, Any]], *, ranks: int = 2, env: Mapping[str, str] | None = None
+) -> Answers:
+    """The answers of each rank, one for each fit that it ended."""
+    port, result = str(free_port()), folder / f"result-{time.monotonic_ns()}"
+    launched = {"TORCHELASTIC_RUN_ID": "sharded", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0"}
+    placed = {"LOCAL_WORLD_SIZE": str(ranks), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    workers = [
+        zygote.start(
+            "tests.plugins.strategies.sharded_job:run_fits",
+            {"fits": fits, "result": str(result)},
+            env={**launched, **placed, "NODE_RANK": "0", "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})},
+        )
+        for rank in range(ranks)
+    ]
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        for worker in workers:
+            worker.wait(timeout_s=max(0.1, deadline - time.monotonic()))
+    finally:
+        for worker in workers:
+            worker.kill()
+    results = [Path(f"{result}.{rank}") for rank in range(ranks)]
+    return [json.loads(path.read_text()) if path.exists() else [] for path in results]
+
+
+def check(answers: Answers, fits: int) -> None:
+    assert [[answer["error"] for answer in rank] for rank in answers] == [[""] * fits] * len(answers)
+
+
+def state(at: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be equal on all ranks. Batch statistics are not among it: each rank has its own."""
+    return {key: at[key] for key in ("weights", "moments", "lr", "scheduler")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sharded")
+
+
+WRAPPED = {"wraps": ["compiled", "checkpointed"]}
+
+
+@pytest.fixture(scope="module")
+def two(zygote: Zygote, folder: Path) -> Answers:
+    """Two ranks, which leave behind "wrapped", steps 2, 4 and 6 of FSDP2, and "ddp", step 6 of DDP."""
+    wrapped = str(folder / "wrapped")
+    answers = run(
+        zygote,
+        folder,
+        [
+            {"directory": str(folder / "straight"), "max_steps": 7},
+            {"directory": wrapped, "max_steps": 4, "net": WRAPPED, "ckpt_path": "last"},
+            {"directory": wrapped, "max_steps": 7, "net": WRAPPED, "ckpt_path": "last"},
+            {
+                "directory": str(folder / "ddp"),
+                "max_steps": 6,
+                "kind": "ddp",
+                "ckpt_path": f"{wrapped}/step=4.ckpt",
+                "net": {"wraps": ["compiled"]},
+            },
+            {"directory": str(folder / "back"), "max_steps": 7, "ckpt_path": str(folder / "ddp" / "step=6.ckpt")},
+            {"directory": str(folder / "tests"), "max_steps": 0, "test": True, "ckpt_path": f"{wrapped}/step=4.ckpt"},
+        ],
+    )
+    check(answers, 6)
+    return answers
+
+
+def test_a_resumed_run_equals_the_undisturbed_one_also_with_wrapped_modules(two: Answers, folder: Path) -> None:
+    for straight, saved, resumed, *_ in two:
+        assert saved["started"]["step"] == 0, "there is nothing to resume yet"
+        assert resumed["started"]["step"] == 4
+        assert state(resumed["started"]) == state(saved["ended"])
+        assert resumed["losses"][0] == straight["losses"][4] and len(resumed["losses"]) == 3
+        assert state(resumed["ended"]) == state(straight["ended"])
+    assert two[0][2]["losses"] == two[0][0]["losses"][4:]
+    for name in ("step=2.ckpt", "step=6.ckpt", "last.ckpt"):
+        located = locate(str(folder / "wrapped" / name))
+        assert located is not None and located.is_checked and not located.replicated
+
+
+def test_training_goes_from_fsdp_to_ddp_and_back_without_a_trace(two: Answers) -> None:
+    for straight, saved, _, ddp, back, _ in two:
+        assert state(ddp["started"]) == state(saved["ended"])
+        assert state(back["started"]) == state(ddp["ended"])
+        assert back["started"]["step"] == 6
+        assert state(back["ended"]) == state(straight["ended"])
+
+
+def test_the_weights_alone_are_loaded_for_a_test(two: Answers) -> None:
+    for answers in two:
+        assert answers[5]["weights"] == answers[1]["ended"]["weights"]
+
+
+def test_a_folder_with_parts_of_two_steps_is_refused(two: Answers, folder: Path) -> None:
+    torn = folder / "torn" / "step=4.ckpt"
+    shutil.copytree(folder / "wrapped" / "step=4.ckpt", torn)
+    part = max(
+        (path for path in torn.iterdir() if path.suffix not in (".json", ".metadata")), key=lambda path: path.name
+    )
+    shutil.copy(folder / "wrapped" / "step=2.ckpt" / part.name, part)
+    with pytest.raises(CorruptShard, match=part.name):
+        locate_and_load(str(torn))
+
+
+@pytest.fixture(scope="module")
+def four(zygote: Zygote, folder: Path, two: Answers) -> Answers:
+    """Four ranks, which leave behind "2d": step 2 of two by two ranks."""
+    answers = run(
+        zygote,
+        folder,
+        [
+            {"directory": str(folder / "2d"), "max_steps": 2, "kind": "2d"},
+            {"directory": str(folder / "x1"), "max_steps": 5, "ckpt_path": str(folder / "wrapped" / "step=4.ckpt")},
+            {"directory": str(folder / "x2"), "max_steps": 4, "ckpt_path": str(folder / "2d" / "step=2.ckpt")},
+        ],
+        ranks=4,
+    )
+    check(answers, 3)
+    return answers
+
+
+def test_two_ranks_resume_as_four_also_where_a_part_is_empty(two: Answers, four: Answers) -> None:
+    for _, resumed, _ in four:
+        assert state(resumed["started"]) == state(two[0][1]["ended"])
+        assert resumed["losses"]
+
+
+def test_two_by_two_ranks_resume_in_any_other_way(zygote: Zygote, folder: Path, two: Answers, four: Answers) -> None:
+    saved = state(four[0][0]["ended"])
+    assert all(state(answers[2]["started"]) == saved for answers in four), "as FSDP2 of four"
+    step_2 = str(folder / "2d" / "step=2.ckpt")
+    pair = run(
+        zygote,
+        folder,
+        [
+            {"directory": str(folder / "y1"), "max_steps": 3, "ckpt_path": step_2},
+            {"directory": str(folder / "y2"), "max_steps": 3, "kind": "tp", "ckpt_path": step_2},
+            {
+                "directory": str(folder / "y3"),
+                "max_steps": 5,
+                "kind": "tp",
+                "ckpt_path": str(folder / "wrapped" / "step=4.ckpt"),
+            },
+        ],
+    )
+    check(pair, 3)
+    for fsdp, tensor, from_fsdp in pair:
+        assert state(fsdp["started"]) == state(tensor["started"]) == saved
+        assert state(from_fsdp["started"]) == state(two[0][1]["ended"])
+    (alone,) = run(
+        zygote,
+        folder,
+        [{"directory": str(folder / "z"), "max_steps": 3, "kind": "single", "ckpt_path": step_2}],
+        ranks=1,
+    )
+    check([alone], 1)
+    assert state(alone[0]["started"]) == saved
+
+
+def test_each_implementation_of_an_optimizer_resumes_exactly(zygote: Zygote, folder: Path) -> None:
+    fits: list[dict[str, Any]] = []
+    for name in ("foreach", "fused"):
+        directory, net = str(folder / name), {"optimizer": name}
+        fits.append({"directory": directory, "max_steps": 5, "net": net})
+        fits.append(
+            {"directory": f"{directory}-2", "max_steps": 5, "net": net, "ckpt_path": f"{directory}/step=2.ckpt"}
+        )
+    answers = run(zygote, folder, fits)
+    check(answers, 4)
+    for foreach, foreach_again, fused, fused_again in answers:
+        for straight, again in ((foreach, foreach_again), (fused, fused_again)):
+            assert again["started"]["step"] == 2
+            assert state(again["ended"]) == state(straight["ended"])
+
+
+def test_a_state_that_cannot_be_stored_is_no_file_of_rank_0_alone(zygote: Zygote, folder: Path) -> None:
+    job = {"directory": str(folder / "odd"), "max_steps": 5, "odd": 2}
+    answers = run(zygote, folder, [job])
+    check(answers, 1)
+    assert all(any("no checkpoint at step 2" in line for line in answer["lines"]) for (answer,) in answers)
+    assert not (folder / "odd" / "step=2.ckpt").exists()
+    assert locate(str(folder / "odd" / "step=4.ckpt")) is not None
+
+
+def test_one_file_for_all_ranks_is_left_to_lightning_which_one_rank_says_once(zygote: Zygote, folder: Path) -> None:
+    fits = [
+        {"directory": str(folder / "full"), "max_steps": steps, "kind": "full", "ckpt_path": "last"} for steps in (4, 5)
+    ]
+    answers = run(zygote, folder, fits)
+    check(answers, 2)
+    first, second = answers[0]
+    assert len(first["lines"]) == 1 and "save_distributed_checkpoint=False" in first["lines"][0]
+    assert [answer["lines"] for answer in answers[1]] == [[], []]
+    assert second["started"]["step"] == 4, '"last" is the file of Lightning'
+    assert not (folder / "full" / ".resiliency").exists()
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize(
+    ("fault", "step"), [("save.fill:kill@2,rank=1", 2), ("save.fill:kill@2", 2), ("save.sealed:kill@2,rank=0", 2)]
+)
+def test_after_a_kill_in_a_save_the_run_goes_on_from_the_last_whole_step(
+    zygote: Zygote, folder: Path, two: Answers, fault: str, step: int, tmp_path: Path
+) -> None:
+    job = {"directory": str(tmp_path / "run"), "max_steps": 7}
+    killed = run(zygote, folder, [job], env={"RESILIENCY_FAULTS": fault})
+    assert [answers for answers in killed if answers and not answers[0]["error"]] == [], "no rank has ended its fit"
+    again = run(zygote, folder, [job], env={"TORCHELASTIC_RESTART_COUNT": "1"})
+    check(again, 1)
+    for straight, resumed in zip(two, again, strict=True):
+        assert resumed[0]["started"]["step"] == step
+        assert state(resumed[0]["ended"]) == state(straight[0]["ended"])
