@@ -78,34 +78,9 @@ def is_restart(trainer: Any) -> bool:
     return _any_rank(trainer, bool(environment().launch.restarts))
 
 
-def continues_writer(trainer: Any, places: CheckpointPlaces, step: StepId) -> bool:
-    """True when the launcher of any rank says that this is a restart of the job that wrote ``step``. Collective: yes.
-
-    Raises:
-        TierError: no rank says so, and a tier that may hold the step cannot be listed. Starting from scratch would
-            silently lose the training.
-    """
-    launch, problem = environment().launch, ""
-    writers: list[Mapping[str, str]] = []
-    if launch.job:
-        writers, problem = to_thread(lambda: _writers(trainer, places, step))
-    continues = _any_rank(trainer, any(launch.continues(writer) for writer in writers))
-    if not continues and _any_rank(trainer, bool(problem)):
-        raise TierError(f"cannot find out which job has written {step}: {problem or 'see rank 0'}", retryable=True)
-    return continues
-
-
-def _writers(trainer: Any, places: CheckpointPlaces, step: StepId) -> tuple[list[Mapping[str, str]], str]:
-    """The jobs that wrote a step, as the first tier that holds it says, and why a tier cannot be listed."""
-    try:
-        # Not at a glance, but with retries: which job wrote the step decides about the whole training.
-        for tier in _tiers(trainer, places, glance=False):
-            writers = [_writer(listing) for listing in scan(tier, places.key.run) if listing.id == step]
-            if writers:
-                return writers, ""
-    except (TierError, OSError) as error:
-        return [], str(error)
-    return [], ""
+def continues_writer(trainer: Any, writer: Mapping[str, str]) -> bool:
+    """True when the launcher of any rank says that this is a restart of the job ``writer``. Collective: yes."""
+    return _any_rank(trainer, environment().launch.continues(writer))
 
 
 def newest_step(trainer: Any, places: CheckpointPlaces) -> StepId | None:
@@ -175,17 +150,13 @@ def _listings(trainer: Any, places: CheckpointPlaces) -> Iterator[StepListing]:
             logger.debug("%s cannot be listed: %s", tier.root, error)
 
 
-def _writer(listing: StepListing) -> Mapping[str, str]:
-    return next((record.job for record in listing.records.values() if record.job), {})
-
-
-def _tiers(trainer: Any, places: CheckpointPlaces, *, glance: bool = True) -> Iterator[Tier]:
+def _tiers(trainer: Any, places: CheckpointPlaces) -> Iterator[Tier]:
     """The tiers that this rank searches: its host's folder, and on rank 0 also the remote tiers."""
     yield open_tier(places.local.directory)
     if trainer.is_global_zero:
         for remote in places.remotes:
             options = {"storage_options": dict(remote.storage_options)} if remote.storage_options else {}
-            yield open_tier(remote.address, glance=glance, **options)
+            yield open_tier(remote.address, glance=True, **options)
 
 
 def _any_rank(trainer: Any, decision: bool) -> bool:

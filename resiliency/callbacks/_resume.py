@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import Any, Literal, Protocol
@@ -13,6 +14,7 @@ from resiliency.callbacks._earlier import Found, continues_writer, is_restart, l
 from resiliency.callbacks._places import CheckpointPlaces, EngineKey
 from resiliency.callbacks._shared_engine import SharedEngine
 from resiliency.checkpoint.read_plan import ReadPlanner
+from resiliency.checkpoint.restore import Inventory
 from resiliency.errors import ConfigError, NoCheckpointFound, TierError
 from resiliency.inspection.by_path import locate, locate_and_load
 from resiliency.plugins import _lightning
@@ -56,6 +58,14 @@ class Process:
         cls._trained_in = environment().start
 
 
+@dataclass(frozen=True)
+class _Newest:
+    """The newest step of a run, and what identifies the job that wrote it."""
+
+    id: StepId
+    writer: Mapping[str, str]
+
+
 class Resume:
     """Chooses the step one fit resumes from when the user named no checkpoint, and loads it.
 
@@ -84,6 +94,8 @@ class Resume:
         #: key -> True: the user asked to resume from the run; None: resume only in a restart of the job that wrote it.
         self._offers: dict[EngineKey, Literal[True] | None] = {}
         self._found: dict[EngineKey, Found] = {}
+        #: What the tiers of an open engine hold, from the choice of the step until it is loaded.
+        self._inventories: dict[EngineKey, Inventory] = {}
         self._undo_intercept: Callable[[], None] | None = None
 
     def keep_rank_state(self, *, reread: bool) -> None:
@@ -129,6 +141,12 @@ class Resume:
 
     def _decide(self, path: Any) -> Any:
         """The path to load. ``path``: what Lightning has made of the user's ``ckpt_path``; None: nothing."""
+        chosen = self._choose(path)
+        if chosen is None:
+            self._inventories.clear()  # nothing is loaded, and later they would be out of date
+        return chosen
+
+    def _choose(self, path: Any) -> Any:
         asked = _lightning.asked_path(self._trainer, path)
         if asked == "last" or (asked is None and path is not None and os.fspath(path) in self.last_candidates):
             return self._last(path)
@@ -147,7 +165,8 @@ class Resume:
             key for key in self._users if key in self._offers or key.newest in self.last_candidates
         )
         if newest is None:
-            return path if path is not None and os.path.isfile(path) else None
+            is_checkpoint = path is not None and META_DIR not in os.fspath(path).split("/") and os.path.exists(path)
+            return path if is_checkpoint else None
         chosen = self._resume_from(newest)
         return self._obey(path) if path is not None and self._is_file_of(os.fspath(path), newest[0]) else chosen
 
@@ -189,20 +208,22 @@ class Resume:
             TierError: a tier that may hold steps cannot be listed, and no other tier has any. Starting from scratch
                 would silently lose the training.
         """
-        found = [key for key in self._offers if self.found(key).steps or self.found(key).unknown]
-        chosen = [key for key in found if self._offers[key]]
-        others = [key for key in found if not self._offers[key]]
-        if others and not Process.has_trained() and is_restart(self._trainer):
-            for key in others:
-                step = self._newest_step(key)
-                if step is not None and continues_writer(self._trainer, self._places(key), step):
-                    chosen.append(key)
+        chosen: list[EngineKey] = []
+        others: list[EngineKey] = []
+        is_resume = not Process.has_trained() and is_restart(self._trainer)
+        for key, asked in self._offers.items():
+            if not (asked or is_resume):
+                others.append(key)
+            elif (newest := self._newest_step(key)) is not None:
+                continues = asked or continues_writer(self._trainer, newest.writer)
+                (chosen if continues else others).append(key)
         if not chosen:
             self._tell_of(others, path)
         return chosen
 
     def _tell_of(self, keys: Sequence[EngineKey], path: Any) -> None:
         """Shows one line that names the newest checkpoint that the fit does not resume from, on rank 0."""
+        keys = [key for key in keys if key in self._inventories or self.found(key).steps or self.found(key).unknown]
         if not self._trainer.is_global_zero:
             return
         steps = ((to_thread(partial(newest_step, self._trainer, self._places(key))), key) for key in keys)
@@ -218,7 +239,7 @@ class Resume:
 
     def _newest_of(self, keys: Iterable[EngineKey]) -> tuple[StepId, EngineKey] | None:
         steps = [(self._newest_step(key), key) for key in keys]
-        return max(((step, key) for step, key in steps if step is not None), key=itemgetter(0), default=None)
+        return max(((newest.id, key) for newest, key in steps if newest is not None), key=itemgetter(0), default=None)
 
     def _resume_from(self, newest: tuple[StepId, EngineKey], instead_of: Any = None) -> str:
         step, key = newest
@@ -240,22 +261,27 @@ class Resume:
             shared = self._engines[key]
         return shared
 
-    def _newest_step(self, key: EngineKey) -> StepId | None:
-        if not self.found(key).steps and not self.found(key).unknown:
+    def _newest_step(self, key: EngineKey) -> _Newest | None:
+        if key not in self._engines and not self.found(key).steps and not self.found(key).unknown:
             return None
         shared = self._open(key)
         if shared is not None:
-            steps = shared.engine.steps()
-            if not steps:
-                shared.engine.load()  # raises if all checkpoints are damaged; else logs why there is none to load
+            inventory = self._inventory(key, shared)
+            if not inventory.steps:
+                if inventory.entries:
+                    # raises if all checkpoints are damaged; else logs why there is none to load
+                    shared.engine.load(inventory=inventory)
                 return None
-            return steps[0][0]
+            step, _ = inventory.steps[0]
+            return _Newest(step, inventory.job_of(step))
         # The run's engine cannot be opened to write, but perhaps its steps can be read. Rank 0 decides for all ranks.
         found = None
         if self._trainer.is_global_zero:
             try:
                 located = to_thread(lambda: locate(key.newest))
-                found = located.id.dirname if located is not None else None
+                if located is not None:
+                    jobs = (record.job for record in located.listing.records.values() if record.job)
+                    found = located.id.dirname, dict(next(jobs, {}))
             except NoCheckpointFound:
                 logger.debug("no checkpoint to resume from in %s", key.newest)
             except (TierError, ConfigError) as error:
@@ -265,7 +291,14 @@ class Resume:
                     error,
                 )
         found = self._trainer.strategy.broadcast(found)
-        return StepId.parse(found) if found else None
+        step_id = StepId.parse(found[0]) if found else None
+        return _Newest(step_id, found[1]) if step_id is not None else None
+
+    def _inventory(self, key: EngineKey, shared: SharedEngine) -> Inventory:
+        """What the engine's tiers hold; they are listed once until a step is loaded. Collective: yes."""
+        if key not in self._inventories:
+            self._inventories[key] = shared.engine.inventory()
+        return self._inventories[key]
 
     # -- loading --------------------------------------------------------------------------------------------------
 
@@ -275,6 +308,12 @@ class Resume:
         Raises:
             CorruptShard, NoCheckpointFound: the path is a step of this library, which cannot be restored.
         """
+        try:
+            return self._load(path, weights_only)
+        finally:
+            self._inventories.clear()
+
+    def _load(self, path: str, weights_only: bool | None) -> dict[str, Any] | None:
         allow_pickle = weights_only is False
         adapter = adapter_for(self._trainer.strategy) or ReplicatedAdapter()
         planner: ReadPlanner | None = None
@@ -285,7 +324,9 @@ class Resume:
                 continue
             planner = planner or adapter.target_state(self._trainer)
             one = step if isinstance(step, StepId) else None
-            restored = shared.engine.load(step=one, allow_pickle=allow_pickle, reads=planner)
+            restored = shared.engine.load(
+                step=one, allow_pickle=allow_pickle, reads=planner, inventory=self._inventory(key, shared)
+            )
             if restored is None:
                 continue
             if isinstance(step, StepId) and META_DIR in path.split("/"):
@@ -312,8 +353,7 @@ class Resume:
         roots = (key.directory, self._places(key).dirpath)
         return any(_relative(path, root) is not None for root in roots) and not is_stock(path)
 
-    @staticmethod
-    def _step_at_path(path: str, key: EngineKey, shared: SharedEngine) -> StepId | Literal["newest"] | None:
+    def _step_at_path(self, path: str, key: EngineKey, shared: SharedEngine) -> StepId | Literal["newest"] | None:
         """The step that a path refers to, or "newest" for the run's folder; None when no step of this engine has it."""
         base = f"{META_DIR}/{key.run}"
         for root in dict.fromkeys((key.directory, shared.places.dirpath)):
@@ -325,7 +365,7 @@ class Resume:
             if name.startswith(f"{base}/{STEPS_DIR}/"):
                 return StepId.parse(name.split("/")[3])
             if not name.startswith(META_DIR + "/"):
-                return next((step for step, names in shared.engine.steps() if name in names), None)
+                return next((step for step, names in self._inventory(key, shared).steps if name in names), None)
         return None
 
     def _place_rank_state(self, state: dict[str, Any], per_rank: Any, world_size: int) -> None:

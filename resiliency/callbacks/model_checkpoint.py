@@ -364,7 +364,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         self._saver = saver
         if self._exact_resume:
             session.resume.keep_rank_state(reread=self._exact_resume == "reread")
-        if session.resume.found(places.key).unsupported or _wants_log(trainer):
+        if _wants_log(trainer) or session.resume.found(places.key).unsupported:
             saver.open()  # raises an error that names the format when it is unsupported
         session.resume.intercept()
         session.save_after_slurm()

@@ -37,7 +37,7 @@ from resiliency.checkpoint.coordinator import Coordinator, SoloCoordinator, Stor
 from resiliency.checkpoint.copier import Copier
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
 from resiliency.checkpoint.read_plan import Read, ReadPlan, plan_given, plan_into, plan_new
-from resiliency.checkpoint.restore import Restored, Restorer
+from resiliency.checkpoint.restore import Inventory, Restored, Restorer
 from resiliency.checkpoint.save_copies import SaveCopies
 from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.save_tracker import SaveTracker
@@ -54,6 +54,7 @@ from resiliency.runtime.start_times import start_fields
 from resiliency.settings import environment
 from resiliency.spans import traced
 from resiliency.storage.shard_file import Chunk
+from resiliency.storage.sources import Cost, ShardSource, providers_of_tiers
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
@@ -239,6 +240,7 @@ class Checkpointer:
             )
             copier = Copier(threads=self.options.copy_threads)
             saves = SaveTracker(session=session, coordinator=coordinator)
+            here = ShardSource(tier=session.local_tier.name, host=session.node, cost=Cost.LOCAL)
             parts = _Parts(
                 session=session,
                 coordinator=coordinator,
@@ -258,8 +260,14 @@ class Checkpointer:
                 restorer=Restorer(
                     session=session,
                     coordinator=coordinator,
-                    local=session.local_tier,
-                    remotes=self._remote_tiers,
+                    here=here,
+                    providers=providers_of_tiers(
+                        here,
+                        session.local_tier,
+                        self._remote_tiers,
+                        lists_local=coordinator.rank == session.local_ranks[0],
+                        lists_remotes=coordinator.rank == 0,
+                    ),
                     run=self.run,
                     agree_timeout=self.options.agree_timeout,
                 ),
@@ -814,6 +822,7 @@ class Checkpointer:
         allow_pickle: bool = False,
         keys: Callable[[str], bool] | None = None,
         reads: Callable[[Sequence[Chunk]], Sequence[Read] | ReadPlan] | None = None,
+        inventory: Inventory | None = None,
     ) -> Restored | None:
         """Restores the newest step of which every host can get all shards, or ``step``.
 
@@ -830,7 +839,10 @@ class Checkpointer:
             keys: with ``into=None``: load only tensors whose key passes; the others become empty tensors.
             reads: instead of ``into`` and ``keys``: called with every chunk that the step stores, returns the copies to
                 make (:class:`~resiliency.checkpoint.read_plan.Read`). Called again when another copy or step is tried.
-                All tensors of the restored state are then empty. An exception that it raises becomes a ConfigError.
+                All tensors of the restored state are then empty, except those of a whole
+                :class:`~resiliency.checkpoint.read_plan.ReadPlan`. An exception that it raises becomes a ConfigError.
+            inventory: what :meth:`inventory` has just returned, so that the tiers are not listed again; the same on all
+                ranks. None: they are listed.
 
         Returns:
             What was restored, or None when there is no checkpoint.
@@ -853,7 +865,9 @@ class Checkpointer:
         self.fence()
         newest = parts.saves.newest
         restored = to_thread(
-            lambda: parts.restorer.load(planner=planner, step=step, allow_pickle=allow_pickle, saved=newest)
+            lambda: parts.restorer.load(
+                planner=planner, step=step, allow_pickle=allow_pickle, saved=newest, inventory=inventory
+            )
         )
         if restored is not None:
             parts.schedule.loaded(restored.id.step)
@@ -864,7 +878,18 @@ class Checkpointer:
 
         Their digests are not checked here; :meth:`load` does that.
         """
-        return to_thread(self._parts().restorer.steps)
+        return list(self.inventory().steps)
+
+    def inventory(self) -> Inventory:
+        """What all tiers hold now: :meth:`steps`, and what cannot be restored. Collective: yes. Blocks: for one listing
+        of each tier.
+
+        Raises:
+            TierError: some tiers could not be listed, and no checkpoint was found on the others.
+        """
+        parts = self._parts()
+        newest = parts.saves.newest
+        return to_thread(lambda: parts.restorer.inventory(newest))
 
 
 @dataclass(frozen=True, kw_only=True)

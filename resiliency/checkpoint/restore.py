@@ -30,12 +30,10 @@ from resiliency.faultpoints import hit
 from resiliency.storage.inventory import StepInventory, list_inventory
 from resiliency.storage.passed_over import PassedOver, steps_passed_over, why_unfinished
 from resiliency.storage.restore_plan import RestorePlan, plan_restore
-from resiliency.storage.sources import BadCopy, Cost, Opener, ShardSource, open_source
+from resiliency.storage.sources import BadCopy, ShardSource, SourceProvider, open_source
 from resiliency.storage.step_id import StepId
-from resiliency.storage.tiers.base import Tier
-from resiliency.storage.tiers.local import LocalTier
 
-__all__ = ["Restored", "Restorer"]
+__all__ = ["Inventory", "Restored", "Restorer"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +72,25 @@ class Restored:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Inventory:
+    """What all tiers held when they were listed, the same on every rank.
+
+    Attributes:
+        entries: one for each source and step, restorable or not.
+        saved: the newest save of any rank that may not be listed.
+        steps: those that can be restored, newest first, with their names.
+    """
+
+    entries: tuple[StepInventory, ...]
+    saved: StepId | None
+    steps: tuple[tuple[StepId, tuple[str, ...]], ...]
+
+    def job_of(self, step: StepId) -> Mapping[str, str]:
+        """What identifies the job that wrote a step, see :class:`resiliency.settings.Launch`; empty when unknown."""
+        return next((entry.job for entry in self.entries if entry.step == step and entry.job), {})
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Request:
     """Arguments of one ``load``, and when it began (monotonic seconds)."""
 
@@ -88,8 +105,9 @@ class Restorer:
     Args:
         session: of this attempt.
         coordinator: exchanges messages between the ranks.
-        local: the local tier; shards are read from there, after they were fetched into it if necessary.
-        remotes: further tiers, in the order in which they are tried; the same on all ranks.
+        here: the local tier of this host, as a source; shards are read from there, after they were fetched into it if
+            necessary.
+        providers: of all sources that this rank can read, the local tier's first; the same tiers on all ranks.
         run: name of the run.
         agree_timeout: how long to wait for the other ranks in each exchange.
     """
@@ -99,8 +117,8 @@ class Restorer:
         *,
         session: Session,
         coordinator: Coordinator,
-        local: LocalTier,
-        remotes: Sequence[Tier],
+        here: ShardSource,
+        providers: Sequence[SourceProvider],
         run: str,
         agree_timeout: timedelta,
     ) -> None:
@@ -108,19 +126,20 @@ class Restorer:
         self._coordinator = coordinator
         self._run = run
         self._agree_timeout = agree_timeout
-        self._local = local
-        self._tiers = (local, *remotes)
-        self._openers: dict[str, Opener] = {tier.name: _opener(tier) for tier in self._tiers}
-        here = ShardSource(tier=local.name, host=session.node, cost=Cost.LOCAL)
-        # The sources this rank lists for all ranks: the first rank of a host its local tier, rank 0 the remote tiers.
-        self._listed = [here] if coordinator.rank == session.local_ranks[0] else []
-        if coordinator.rank == 0:
-            self._listed += [ShardSource(tier=tier.name, host=None, cost=Cost.REMOTE) for tier in remotes]
+        self._places = [provider.place for provider in providers]
+        self._openers = {provider.tier: provider.open for provider in providers}
+        self._listed = [source for provider in providers for source in provider.listed]
         self.rank = coordinator.rank
         self._shards = ShardAccess(here=here, openers=self._openers, run=run, rank=self.rank, events=session.events)
 
     def load(
-        self, *, planner: ReadPlanner | None, step: StepId | None, allow_pickle: bool, saved: StepId | None = None
+        self,
+        *,
+        planner: ReadPlanner | None,
+        step: StepId | None,
+        allow_pickle: bool,
+        saved: StepId | None = None,
+        inventory: Inventory | None = None,
     ) -> Restored | None:
         """See :meth:`resiliency.checkpoint.checkpointer.Checkpointer.load`. Collective: yes.
 
@@ -129,15 +148,18 @@ class Restorer:
         """
         request = _Request(planner=planner, allow_pickle=allow_pickle, began=time.monotonic())
         self._session.events.emit(EventKind.RESTORE_STARTED)
-        inventory, newest_saved = self._inventory(saved)
+        if inventory is not None:
+            entries, newest_saved = inventory.entries, inventory.saved
+        else:
+            entries, newest_saved = self._list(saved)
         problems: list[CopyProblem] = []
         for _ in range(_MAX_PLANS):
             bad = {problem.copy for problem in problems}
-            plan = self._plan(inventory, bad, only=step)
+            plan = self._plan(entries, bad, only=step)
             if plan is None and problems:
                 # The step may be gone because a newer one was committed meanwhile, and the ranks did not see that yet.
-                inventory, newest_saved = self._inventory(saved)
-                plan = self._plan(inventory, bad, only=step)
+                entries, newest_saved = self._list(saved)
+                plan = self._plan(entries, bad, only=step)
             if plan is None:
                 break
             found = self._fetch_missing(plan)
@@ -145,23 +167,22 @@ class Restorer:
                 restored, found = self._read(plan, request)
                 if restored is not None:
                     if self.rank == 0:
-                        self._tell_passed_over(inventory, problems, restored.id)
-                    line = self._go_on_from(plan.step, inventory, newest_saved)
+                        self._tell_passed_over(entries, problems, restored.id)
+                    line = self._go_on_from(plan.step, entries, newest_saved)
                     self._session.client.send(Rescan(loaded=plan.step, line=line))
                     return restored
             problems += found
-        self._raise_reason(inventory, problems, step)
+        self._raise_reason(entries, problems, step)
         return None
 
-    def steps(self) -> list[tuple[StepId, tuple[str, ...]]]:
-        """See :meth:`resiliency.checkpoint.checkpointer.Checkpointer.steps`. Collective: yes."""
-        inventory, _ = self._inventory()
+    def inventory(self, saved: StepId | None = None) -> Inventory:
+        """Lists all tiers; see :meth:`resiliency.checkpoint.checkpointer.Checkpointer.inventory`. Collective: yes."""
+        entries, newest_saved = self._list(saved)
         names: dict[StepId, tuple[str, ...]] = {}
-        for entry in inventory:
+        for entry in entries:
             names[entry.step] = tuple(dict.fromkeys((*names.get(entry.step, ()), *entry.names)))
-        return [
-            (step, names[step]) for step in sorted(names, reverse=True) if self._plan(inventory, only=step) is not None
-        ]
+        steps = [step for step in sorted(names, reverse=True) if self._plan(entries, only=step) is not None]
+        return Inventory(entries=entries, saved=newest_saved, steps=tuple((step, names[step]) for step in steps))
 
     def _tell_passed_over(
         self, inventory: Sequence[StepInventory], problems: Sequence[CopyProblem], taken: StepId
@@ -176,7 +197,7 @@ class Restorer:
             )
         if passed:
             others = f"; of newer steps, {len(passed) - 1} more damaged or unfinished" if passed[1:] else ""
-            advice = f"; `resiliency ckpt verify {self._local.root}` lists all damage" if passed[0].damaged else ""
+            advice = f"; `resiliency ckpt verify {self._places[0]}` lists all damage" if passed[0].damaged else ""
             logger.warning("%s; %s is restored instead%s%s", passed[0], taken, others, advice)
 
     def _passed_over(
@@ -195,7 +216,7 @@ class Restorer:
 
     # -- inventory --------------------------------------------------------------------------------------------------
 
-    def _inventory(self, saved: StepId | None = None) -> tuple[list[StepInventory], StepId | None]:
+    def _list(self, saved: StepId | None) -> tuple[tuple[StepInventory, ...], StepId | None]:
         """The inventory of all sources, the same list on every rank, and the newest save of any rank (None: no save).
         Collective: yes.
 
@@ -216,7 +237,7 @@ class Restorer:
         own_report = InventoryReport(entries=tuple(entries), saved=saved, problem="; ".join(failures))
         reports = gather(self._coordinator, "inventory", own_report, timeout=self._agree_timeout)
         problems = "; ".join(report.problem for report in reports if report.problem)
-        inventory = [entry for report in reports for entry in report.entries]
+        inventory = tuple(entry for report in reports for entry in report.entries)
         if problems and not any(entry.world_size or entry.lost for entry in inventory):
             raise TierError(f"checkpoints cannot be listed: {problems}", retryable=True)
         if problems:
@@ -246,13 +267,13 @@ class Restorer:
         damage = [problem.reason for problem in problems if problem.damaged]
         damage += [text for entry in inventory if step in (None, entry.step) for text in entry.lost]
         failures = [problem.reason for problem in problems if not problem.damaged]
-        places = ", ".join(tier.root for tier in self._tiers)
+        places = ", ".join(self._places)
         if damage:
             raise CorruptShard(
                 "nothing could be restored, although checkpoints exist: "
                 + "; ".join(dict.fromkeys(damage))
                 + ". Restore the files from a backup, or start afresh in another directory or run",
-                path=self._local.root,
+                path=self._places[0],
             )
         if failures:
             raise TierError(
@@ -378,8 +399,3 @@ class Restorer:
             )
             logger.warning("rank %d: %s; it goes on without, so that the resume is not exact", self.rank, missing)
         return Restored(plan.step, state, per_rank, plan.world_size, record.names, record.info, duration_s, nbytes)
-
-
-def _opener(tier: Tier) -> Opener:
-    """An opener that returns this tier, whatever the source."""
-    return lambda source: tier

@@ -5,7 +5,8 @@ Reads records and manifests, not shards. No torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from resiliency.storage.catalog import StepListing, damage, scan, step_prefix
 from resiliency.storage.sources import ShardSource
@@ -29,6 +30,7 @@ class StepInventory:
         exact: False when resuming from it is not exact.
         lost: for each file of a committed step that is missing, shortened or unreadable, a text with its path.
         folder: path or address of the step's folder there, which ends with "/", for messages.
+        job: what identifies the job that wrote it, see :class:`resiliency.settings.Launch`.
     """
 
     source: ShardSource
@@ -40,6 +42,7 @@ class StepInventory:
     replicated: bool = False
     lost: tuple[str, ...] = ()
     folder: str = ""
+    job: Mapping[str, str] = field(default_factory=dict)
 
 
 def list_inventory(tier: Tier, run: str, source: ShardSource) -> list[StepInventory]:
@@ -75,4 +78,5 @@ def _entry(tier: Tier, run: str, source: ShardSource, listing: StepListing) -> S
         replicated=any(record.replicated for record in records.values()),
         lost=tuple(damage(tier, run, listing) if counts else listing.problems.values()),
         folder=tier.location(step_prefix(run, listing.id)),
+        job=next((record.job for record in records.values() if record.job), {}),
     )

@@ -5,8 +5,9 @@ for one step which sources each host has for each shard, cheapest first.
 
 A new kind of source (the memory of a peer host, a folder that a replicator fills on each host) needs:
 
-1. a ``ShardSource`` with a tier name of its own in the inventory of the rank that can list it, and
-2. an opener for that tier name (:data:`Opener`) among the openers of the Restorer: it makes the tier to read from.
+1. a :class:`SourceProvider` with a tier name of its own, among those that the Restorer is given: it opens the tier to
+   read from, and
+2. on the rank that can list it, its ``ShardSource`` in ``listed``.
 
 Resolver, plan and fetching look only at :attr:`ShardSource.cost` and :attr:`ShardSource.only_host`, so they stay as
 they are.
@@ -14,7 +15,7 @@ they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -22,7 +23,16 @@ from resiliency.errors import ConfigError, TierError
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
-__all__ = ["BadCopy", "Cost", "Opener", "ShardSource", "SourceResolver", "open_source"]
+__all__ = [
+    "BadCopy",
+    "Cost",
+    "Opener",
+    "ShardSource",
+    "SourceProvider",
+    "SourceResolver",
+    "open_source",
+    "providers_of_tiers",
+]
 
 
 class Cost(IntEnum):
@@ -131,3 +141,40 @@ def open_source(source: ShardSource, openers: Mapping[str, Opener]) -> Tier:
             retryable=False,
         )
     return opener(source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceProvider:
+    """Sources of one tier name, as one rank sees them.
+
+    Attributes:
+        tier: the tier name.
+        place: path or address, for messages.
+        open: makes the tier to read a source from.
+        listed: the sources that this rank lists for all ranks.
+    """
+
+    tier: str
+    place: str
+    open: Opener
+    listed: tuple[ShardSource, ...] = ()
+
+
+def providers_of_tiers(
+    here: ShardSource, local: Tier, remotes: Sequence[Tier], *, lists_local: bool, lists_remotes: bool
+) -> list[SourceProvider]:
+    """The providers of a job's own tiers.
+
+    Args:
+        here: the local tier of this host, as a source.
+        lists_local: True on one rank of each host.
+        lists_remotes: True on one rank of the job.
+    """
+    listed = [(local, (here,) if lists_local else ())]
+    for tier in remotes:
+        source = ShardSource(tier=tier.name, host=None, cost=Cost.REMOTE)
+        listed.append((tier, (source,) if lists_remotes else ()))
+    return [
+        SourceProvider(tier=tier.name, place=tier.root, open=lambda source, tier=tier: tier, listed=sources)  # type: ignore[misc]
+        for tier, sources in listed
+    ]

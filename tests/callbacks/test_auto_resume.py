@@ -13,6 +13,7 @@ import pytest
 
 from resiliency.callbacks._resume import Process
 from resiliency.errors import CorruptShard
+from resiliency.storage.tiers.local import LocalTier
 from tests.callbacks.harness import NAMESPACES, content, differences, loader, make_net, make_trainer, names, ours, stock
 
 PL = "lightning.pytorch"
@@ -219,6 +220,34 @@ def test_a_fit_that_failed_before_training_does_not_count(tmp_path: Path, machin
     with pytest.raises(ZeroDivisionError):
         trainer.fit(net, loader())
     assert batches_run(tmp_path, max_steps=6) == 2
+
+
+@pytest.mark.parametrize("ckpt_path", [None, "last", "step=4.ckpt"])
+def test_a_resume_lists_a_slower_tier_once(
+    ckpt_path: str | None, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Apart from the start of the engine, which needs the number of the attempt. In a bucket a listing takes seconds."""
+    far, near = tmp_path / "far", tmp_path / "near"
+    machine.process({"RESILIENCY_ATTEMPT": "1"})
+    batches_run(far, max_steps=4, local_dir=near)
+    machine.process(RESTARTED)
+    listed: list[str] = []
+    at_start: list[tuple[int, int]] = []
+    plain_list = LocalTier.list
+
+    def note(tier: LocalTier, prefix: str) -> Any:
+        listed.append(tier.root)
+        return plain_list(tier, prefix)
+
+    class Watch(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            at_start.append((trainer.global_step, listed.count(str(far))))
+
+    callback = ours(PL, far, **EVERY, local_dir=near)
+    trainer = make_trainer(PL, [callback, Watch()], root=tmp_path, max_steps=6, max_epochs=-1)
+    monkeypatch.setattr(LocalTier, "list", note)
+    trainer.fit(make_net(PL), loader(), ckpt_path=str(far / ckpt_path) if ckpt_path == "step=4.ckpt" else ckpt_path)
+    assert at_start == [(4, 2)]
 
 
 def test_a_restart_does_not_resume_from_what_another_job_wrote_last(tmp_path: Path, machine: Machine) -> None:
