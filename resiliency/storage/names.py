@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import posixpath
+import re
 import stat
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -36,6 +38,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+#: Files of a distributed checkpoint of torch, and the one that Lightning adds.
+_IN_STOCK_FOLDER = re.compile(r"\.metadata|__\d+_\d+\.distcp|meta\.pt")
 
 
 def read_name(tier: Tier, name: str) -> Identity | None:
@@ -203,7 +208,9 @@ def _give(tier: Tier, step: StepRecords, name: str) -> str:
         with newer_than_before(tier.location(name)) if tier.is_local else nullcontext():
             tier.alias(prefix + shard_file(0, step.version), name)
         return ""
-    if holder is not None and holder.replicated:
+    if holder is None:
+        _delete_stock_folder(tier, name)
+    elif holder.replicated:
         tier.delete(name)
     if holder is not None and (holder.run, holder.id) != (step.run, step.id):
         tier.delete(f"{name}/{MANIFEST}")  # first, as in a deletion, because its shards are about to go
@@ -242,6 +249,14 @@ def _delete_folder(tier: Tier, name: str) -> None:
     """Deletes the name of a sharded step, its manifest first."""
     for info in sorted(tier.list(f"{name}/"), key=lambda info: (info.key != f"{name}/{MANIFEST}", info.key)):
         tier.delete(info.key)
+
+
+def _delete_stock_folder(tier: Tier, name: str) -> None:
+    """Deletes from a folder the files of a distributed checkpoint that torch or Lightning has written there, as they do
+    themselves when they write another one. Otherwise they would go on reading the old one."""
+    found = [info.key for info in tier.list(f"{name}/") if _IN_STOCK_FOLDER.fullmatch(posixpath.basename(info.key))]
+    for key in sorted(found, key=lambda key: not key.endswith("/.metadata")):  # without it nothing is read
+        tier.delete(key)
 
 
 def delete_names(tier: Tier, run: str, names: Iterable[str], *, step: StepId | None = None) -> list[str]:

@@ -213,6 +213,14 @@ def test_a_stock_file_under_the_name_is_replaced_as_the_stock_class_does(tier: T
     assert holder(tier, "last.ckpt") == ("r", 1)
 
 
+def test_a_stock_folder_under_the_name_of_a_sharded_step_does_not_stay_in_it(tier: Tier) -> None:
+    """Whoever knows only stock folders would go on reading the old checkpoint."""
+    for file in (".metadata", "__0_0.distcp", "__11_0.distcp", "meta.pt", "notes.txt"):
+        tier.put_bytes(f"last.ckpt/{file}", b"stock")
+    give_name(tier, step(tier, ranks=2, replicated=False), "last.ckpt")
+    assert [key for key in below(tier, "last.ckpt") if tier.read(key) == b"stock"] == ["last.ckpt/notes.txt"]
+
+
 @pytest.mark.parametrize("replicated", [True, False])
 def test_what_cannot_be_replaced_is_told_and_left(tmp_path: Path, replicated: bool) -> None:
     tier = LocalTier(tmp_path / "tier")
