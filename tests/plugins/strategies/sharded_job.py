@@ -169,12 +169,16 @@ def fit(
     net: dict[str, Any] | None = None,
     test: bool = False,
     odd: int = -1,
+    stock: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
     """One fit, or with ``test`` one test; what this rank knows at its end."""
     rank = int(os.environ["RANK"])
     given: dict[str, Any] = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}", "save_last": True}
-    callback = build(PL)(dirpath=directory, **(given | {"options": ALL_LATE} | arguments))
+    if stock:
+        callback = pl.callbacks.ModelCheckpoint(dirpath=directory, **given)
+    else:
+        callback = build(PL)(dirpath=directory, **(given | {"options": ALL_LATE} | arguments))
     watch = Watch(odd=odd)
     lines = Lines()
     logging.getLogger("resiliency").addHandler(lines)

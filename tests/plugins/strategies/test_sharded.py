@@ -141,41 +141,63 @@ def four(zygote: Zygote, folder: Path, two: Answers) -> Answers:
             {"directory": str(folder / "2d"), "max_steps": 2, "kind": "2d"},
             {"directory": str(folder / "x1"), "max_steps": 5, "ckpt_path": str(folder / "wrapped" / "step=4.ckpt")},
             {"directory": str(folder / "x2"), "max_steps": 4, "ckpt_path": str(folder / "2d" / "step=2.ckpt")},
+            {
+                "directory": str(folder / "x3"),
+                "max_steps": 7,
+                "kind": "2d",
+                "ckpt_path": str(folder / "ddp" / "step=6.ckpt"),
+            },
         ],
         ranks=4,
     )
-    check(answers, 3)
+    check(answers, 4)
     return answers
 
 
 def test_two_ranks_resume_as_four_also_where_a_part_is_empty(two: Answers, four: Answers) -> None:
-    for _, resumed, _ in four:
+    for _, resumed, _, from_ddp in four:
         assert state(resumed["started"]) == state(two[0][1]["ended"])
-        assert resumed["losses"]
+        assert state(from_ddp["started"]) == state(two[0][3]["ended"])
+        assert resumed["losses"] and from_ddp["losses"]
 
 
 def test_two_by_two_ranks_resume_in_any_other_way(zygote: Zygote, folder: Path, two: Answers, four: Answers) -> None:
     saved = state(four[0][0]["ended"])
     assert all(state(answers[2]["started"]) == saved for answers in four), "as FSDP2 of four"
     step_2 = str(folder / "2d" / "step=2.ckpt")
+    shutil.copytree(folder / "wrapped" / "last.ckpt", folder / "moved" / "last.ckpt")
     pair = run(
         zygote,
         folder,
         [
             {"directory": str(folder / "y1"), "max_steps": 3, "ckpt_path": step_2},
-            {"directory": str(folder / "y2"), "max_steps": 3, "kind": "tp", "ckpt_path": step_2},
+            {"directory": str(folder / "y2"), "max_steps": 4, "kind": "tp", "ckpt_path": step_2},
+            {
+                "directory": str(folder / "y4"),
+                "max_steps": 5,
+                "kind": "ddp",
+                "ckpt_path": str(folder / "y2" / "step=4.ckpt"),
+            },
             {
                 "directory": str(folder / "y3"),
                 "max_steps": 5,
                 "kind": "tp",
                 "ckpt_path": str(folder / "wrapped" / "step=4.ckpt"),
             },
+            {"directory": str(folder / "moved"), "max_steps": 7, "ckpt_path": "last"},
+            {"directory": str(folder / "stock"), "max_steps": 2, "stock": True},
+            {"directory": str(folder / "stock"), "max_steps": 4, "ckpt_path": "last"},
         ],
     )
-    check(pair, 3)
-    for fsdp, tensor, from_fsdp in pair:
+    check(pair, 7)
+    for fsdp, tensor, from_tensor, from_fsdp, moved, stock, after_stock in pair:
         assert state(fsdp["started"]) == state(tensor["started"]) == saved
         assert state(from_fsdp["started"]) == state(two[0][1]["ended"])
+        assert state(from_tensor["started"]) == state(tensor["ended"])
+        assert moved["started"]["step"] == 6, "a folder by itself"
+        assert state(after_stock["started"]) == state(stock["ended"]), "of Lightning"
+    located = locate(str(folder / "stock" / "last.ckpt"))
+    assert located is not None and located.id.step == 4
     (alone,) = run(
         zygote,
         folder,
