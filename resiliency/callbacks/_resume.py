@@ -336,9 +336,10 @@ class Resume:
             self._place_rank_state(state, restored.per_rank, restored.world_size)
             return state
         rank = self._trainer.global_rank
-        located = to_thread(lambda: locate(path))
-        if located is None or (adapter.is_sharded and not located.is_checked):
-            return None  # Lightning itself reads a copy without records, as the stock file that it is
+        if adapter.is_sharded:
+            located = to_thread(lambda: locate(path))
+            if located is None or not located.is_checked:
+                return None  # Lightning itself reads a copy without records, as the stock file that it is
         planner = planner or adapter.target_state(self._trainer)
         found = to_thread(lambda: locate_and_load(path, rank=rank, allow_pickle=allow_pickle, planner=planner))
         if found is None:

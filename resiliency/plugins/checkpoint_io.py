@@ -26,13 +26,13 @@ from typing import Any, ClassVar
 import torch
 
 from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.checkpoint.lightning_forms import dumped_form
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.errors import ResiliencyError, UnsupportedFormat
 from resiliency.inspection.by_path import locate_and_load
 from resiliency.plugins._io_engines import EngineUse, FolderEngine
 from resiliency.plugins._lightning import in_a_run, torch_save_is_replaced, weights_only_of
 from resiliency.plugins.namespaces import AdapterClass
-from resiliency.plugins.strategies.layout import dumped_form
 from resiliency.storage.names import read_name
 from resiliency.storage.shard_file import Identity
 from resiliency.storage.stage import Stage

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 
+from resiliency.checkpoint.lightning_forms import dumped_form, with_names
 from resiliency.checkpoint.read_plan import ReadPlanner
 from resiliency.plugins import _lightning
 from resiliency.plugins.strategies.base import TensorRules
-from resiliency.plugins.strategies.layout import dumped_form, with_names
 
 __all__ = ["ReplicatedAdapter", "local_part"]
 

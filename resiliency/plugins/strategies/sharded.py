@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from resiliency.checkpoint.read_plan import ReadPlan, ReadPlanner, plan_new, plan_reads
-from resiliency.errors import ConfigError
-from resiliency.plugins.strategies.base import TensorRules
-from resiliency.plugins.strategies.layout import (
+from resiliency.checkpoint.lightning_forms import (
     dumped_form,
     optimizer_key,
     parameter_names,
     plain_name,
     sharded_form,
 )
+from resiliency.checkpoint.read_plan import ReadPlan, ReadPlanner, plan_new, plan_reads
+from resiliency.errors import ConfigError
+from resiliency.plugins.strategies.base import TensorRules
 from resiliency.plugins.strategies.replicated import ReplicatedAdapter
 from resiliency.state.tree import keyed_leaves
 from resiliency.storage.shard_file import Chunk
 
 __all__ = ["ShardedAdapter"]
+
+_OF_OPTIMIZER = re.compile(r"optimizer_\d+/")
 
 
 class ShardedAdapter(ReplicatedAdapter):
@@ -64,9 +67,9 @@ class ShardedAdapter(ReplicatedAdapter):
             keys = {chunk.key: _key_here(chunk.key, names) for chunk in stored}
             wanted = {key: live[here] for key, here in keys.items() if here in live}
             for key, here in keys.items():
-                if key not in wanted and here.startswith("optimizer_") and optimizers:
+                if key not in wanted and _OF_OPTIMIZER.match(here) and optimizers:
                     _refuse_unless_frozen(key, here, frozen)
-            rest = plan_new(lambda key: not keys[key].startswith(("state_dict/", "optimizer_")))(stored)
+            rest = plan_new(lambda key: not (key.startswith("state_dict/") or _OF_OPTIMIZER.match(keys[key])))(stored)
             return ReadPlan(
                 reads=[*plan_reads(wanted, stored), *rest.reads], tensors={**wanted, **rest.tensors}, partial=True
             )
@@ -87,8 +90,13 @@ class ShardedAdapter(ReplicatedAdapter):
         for optimizer, own in itertools.zip_longest(trainer.optimizers, saved[: len(trainer.optimizers)]):
             if own is None:
                 optimizer.state.clear()  # target_state() has made it
-            else:
-                optimizer.load_state_dict(own)
+                continue
+            trained = [parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]]
+            # Of a parameter that is frozen now, nothing was filled.
+            kept = {
+                number: value for number, value in own["state"].items() if number < len(trained) and trained[number]
+            }
+            optimizer.load_state_dict({**own, "state": kept})
         return checkpoint
 
 
@@ -100,11 +108,11 @@ def _key_here(key: str, names: Sequence[Sequence[str]]) -> str:
         names: of the parameters of each optimizer.
     """
     kind, *parts = key.split("/")
-    if kind == "optimizer_states" and parts[1:2] == ["state"]:
-        of_optimizer = names[int(parts[0])] if int(parts[0]) < len(names) else ()
-        parts[2] = of_optimizer[int(parts[2])] if int(parts[2]) < len(of_optimizer) else parts[2]
     if kind == "optimizer_states":
-        kind = optimizer_key(int(parts.pop(0)))
+        index, *parts = parts
+        kind = optimizer_key(int(index))
+        if parts[0] == "state" and int(index) < len(names):
+            parts[1] = str(dict(enumerate(names[int(index)])).get(int(parts[1]), parts[1]))
     return "/".join([kind, *map(plain_name, parts)])
 
 

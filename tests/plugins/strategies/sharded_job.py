@@ -21,13 +21,20 @@ from tests.callbacks.harness import ALL_LATE, loader, make_trainer
 PL = "lightning.pytorch"
 warnings.filterwarnings("ignore")
 
-OPTIMIZERS: dict[str, dict[str, Any]] = {"single": {}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "single": {},
+    "reversed": {},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
 
 
 class Net(pl.LightningModule):
     """Tied weights, a dimension of 5 (an empty part for one of four ranks), BatchNorm, dropout and a scheduler."""
 
-    def __init__(self, *, kind: str, optimizer: str = "single", wraps: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, *, kind: str, optimizer: str = "single", wraps: tuple[str, ...] = (), freezes: bool = False
+    ) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.kind, self.optimizer, self.wraps = kind, optimizer, wraps
@@ -39,6 +46,7 @@ class Net(pl.LightningModule):
         self.last = nn.Linear(8, 8, bias=False)
         self.tied = nn.Linear(8, 8, bias=False)
         self.tied.weight = self.last.weight
+        self.odd.requires_grad_(not freezes)
         self.configured = False
         self.losses: list[float] = []
 
@@ -75,7 +83,12 @@ class Net(pl.LightningModule):
     def test_step(self, batch: Any, batch_idx: int) -> None: ...
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02, **OPTIMIZERS[self.optimizer])
+        parameters = list(self.parameters())
+        if self.optimizer == "sgd":
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.02)
+        else:
+            parameters = parameters[:: -1 if self.optimizer == "reversed" else 1]
+            optimizer = torch.optim.AdamW(parameters, lr=0.02, **OPTIMIZERS[self.optimizer])
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7), "interval": "step"},
@@ -170,9 +183,14 @@ def fit(
     test: bool = False,
     odd: int = -1,
     stock: bool = False,
+    replaced: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """One fit, or with ``test`` one test; what this rank knows at its end."""
+    """One fit, or with ``test`` one test; what this rank knows at its end.
+
+    Args:
+        replaced: other code has put a function in the place of ``trainer.save_checkpoint``.
+    """
     rank = int(os.environ["RANK"])
     given: dict[str, Any] = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}", "save_last": True}
     if stock:
@@ -191,6 +209,9 @@ def fit(
         max_steps=max_steps,
         max_epochs=-1,
     )
+    if replaced:
+        save = trainer.save_checkpoint
+        trainer.save_checkpoint = lambda *args, **kwargs: save(*args, **kwargs)
     module = Net(kind=kind, **(net or {}))
     torch.manual_seed(100 + rank // tensor_ranks(kind))
     error = ""

@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from resiliency.errors import CorruptShard
 from resiliency.inspection.by_path import locate, locate_and_load
+from resiliency.inspection.export import export
+from resiliency.plugins.checkpoint_io import TieredCheckpointIO
 from resiliency.testing.zygote import Zygote
+from tests.plugins.strategies.sharded_job import Net
 from tests.ports import free_port
 
 pytestmark = pytest.mark.long
@@ -222,6 +226,40 @@ def test_each_implementation_of_an_optimizer_resumes_exactly(zygote: Zygote, fol
         for straight, again in ((foreach, foreach_again), (fused, fused_again)):
             assert again["started"]["step"] == 2
             assert state(again["ended"]) == state(straight["ended"])
+
+
+def test_another_optimizer_gets_its_state_by_name_or_says_what_it_has_no_place_for(
+    zygote: Zygote, folder: Path, two: Answers
+) -> None:
+    step_4 = str(folder / "wrapped" / "step=4.ckpt")
+    ways: list[dict[str, Any]] = [{"optimizer": "reversed"}, {"freezes": True}, {"optimizer": "sgd"}]
+    fits = [
+        {"directory": str(folder / f"way-{number}"), "max_steps": 7, "ckpt_path": step_4, "net": net}
+        for number, net in enumerate(ways)
+    ]
+    fits.append({"directory": str(folder / "way-3"), "max_steps": 7, "replaced": True})
+    for rank, answers in enumerate(run(zygote, folder, fits)):
+        backwards, frozen, other, replaced = answers
+        assert state(backwards["started"]) == state(two[rank][1]["ended"])
+        assert state(backwards["ended"]) == state(two[rank][0]["ended"])
+        assert frozen["error"] == "" and len(frozen["losses"]) == 3
+        assert "exp_avg" in other["error"] and "the optimizer of this job has not made" in other["error"]
+        assert replaced["error"] == "", "a replaced trainer.save_checkpoint saves a copy"
+    located = locate(str(folder / "way-3" / "step=6.ckpt"))
+    assert located is not None and located.is_checked
+
+
+def test_one_file_of_it_is_a_checkpoint_for_lightning(folder: Path, two: Answers) -> None:
+    step_4, target = folder / "wrapped" / "step=4.ckpt", folder / "one.ckpt"
+    export(str(step_4), str(target))
+    exported = torch.load(target, weights_only=True)
+    loaded = TieredCheckpointIO().load_checkpoint(step_4)
+    for checkpoint in (exported, loaded):
+        assert checkpoint["global_step"] == 4 and checkpoint["state_dict"]["odd.weight"].shape == (5, 8)
+        (optimizer,) = checkpoint["optimizer_states"]
+        assert optimizer["state"].keys() == set(optimizer["param_groups"][0]["params"]) == set(range(11))
+    model = Net(kind="single")
+    model.load_state_dict(exported["state_dict"])
 
 
 def test_a_state_that_cannot_be_stored_is_no_file_of_rank_0_alone(zygote: Zygote, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 The sharded form has the keys of Lightning's own distributed checkpoint folder: ``state_dict`` and ``optimizer_<index>``
 hold the sharded tensors, by parameter name; ``meta.pt`` holds everything else, as the bytes that ``torch.save`` makes.
+Nothing here needs Lightning.
 """
 
 from __future__ import annotations
