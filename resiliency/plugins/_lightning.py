@@ -423,11 +423,14 @@ def patch_load_checkpoint(
     Args:
         of_strategy: patch the strategy itself, which loads without a CheckpointIO.
     """
-    owner = trainer.strategy if of_strategy else trainer.strategy.checkpoint_io
+    place: Any = trainer.strategy if of_strategy else trainer.strategy.checkpoint_io
+    name, outer = "load_checkpoint", vars(place).get("load_checkpoint")
+    if isinstance(outer, _AroundLoad):  # it is told of these loads, too
+        place, name = outer, "original"
     # Replaces an earlier patch, because several trainers may use one plugin object, one after the other.
-    patched = owner.__dict__.get("load_checkpoint")
-    original = patched.original if isinstance(patched, _LoadOursFirst) else owner.load_checkpoint
-    owner.load_checkpoint = _LoadOursFirst(load, original, weights_only_of(_namespace_of(trainer), None))
+    current = getattr(place, name)
+    original = current.original if isinstance(current, _LoadOursFirst) else current
+    setattr(place, name, _LoadOursFirst(load, original, weights_only_of(_namespace_of(trainer), None)))
 
 
 class _LoadOursFirst:
@@ -459,28 +462,34 @@ def around_load(trainer: Any, began: Callable[[], None], ended: Callable[[], Non
         A function that undoes this. Idempotent.
     """
     strategy = trainer.strategy
-    original, shadowed = strategy.load_checkpoint, vars(strategy).get("load_checkpoint")
-
-    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        began()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            ended()
+    shadowed = "load_checkpoint" in vars(strategy)
+    around = strategy.load_checkpoint = _AroundLoad(strategy.load_checkpoint, began, ended)
 
     def undo() -> None:
-        current = vars(strategy).get("load_checkpoint")
-        if isinstance(current, _LoadOursFirst) and current.original is load_checkpoint:  # patched after this
-            current.original = original
-        if current is not load_checkpoint:
+        if vars(strategy).get("load_checkpoint") is not around:
             return
-        if shadowed is None:
-            del strategy.load_checkpoint
+        if shadowed or isinstance(around.original, _LoadOursFirst):
+            strategy.load_checkpoint = around.original
         else:
-            strategy.load_checkpoint = shadowed
+            del strategy.load_checkpoint
 
-    strategy.load_checkpoint = load_checkpoint
     return undo
+
+
+class _AroundLoad:
+    """Replaces a strategy's ``load_checkpoint``, which is :attr:`original`."""
+
+    def __init__(self, original: Callable[..., Any], began: Callable[[], None], ended: Callable[[], None]) -> None:
+        self.original = original
+        self._began = began
+        self._ended = ended
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._began()
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            self._ended()
 
 
 def suppress_mid_epoch_warning(trainer: Any) -> None:

@@ -238,12 +238,18 @@ def test_another_optimizer_gets_its_state_by_name_or_says_what_it_has_no_place_f
         for number, net in enumerate(ways)
     ]
     fits.append({"directory": str(folder / "way-3"), "max_steps": 7, "replaced": True})
+    for steps in (4, 5):
+        directory = str(folder / "without")
+        fits.append({"directory": directory, "max_steps": steps, "save_optim_on_train_end": False, "ckpt_path": "last"})
     for rank, answers in enumerate(run(zygote, folder, fits)):
-        backwards, frozen, other, replaced = answers
+        backwards, frozen, other, replaced, without, again = answers
         assert state(backwards["started"]) == state(two[rank][1]["ended"])
         assert state(backwards["ended"]) == state(two[rank][0]["ended"])
         assert frozen["error"] == "" and len(frozen["losses"]) == 3
         assert "exp_avg" in other["error"] and "the optimizer of this job has not made" in other["error"]
+        assert without["error"] == again["error"] == "" and again["started"]["step"] == 4
+        assert again["started"]["weights"] == without["ended"]["weights"]
+        assert again["started"]["moments"] == two[rank][0]["started"]["moments"], "it begins anew"
         assert replaced["error"] == "", "a replaced trainer.save_checkpoint saves a copy"
     located = locate(str(folder / "way-3" / "step=6.ckpt"))
     assert located is not None and located.is_checked

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from resiliency.plugins import _lightning
 from resiliency.plugins.strategies import registry
 from resiliency.plugins.strategies.base import TensorRules
 from resiliency.plugins.strategies.replicated import ReplicatedAdapter
@@ -176,3 +177,28 @@ def test_one_more_strategy_is_one_class(
     del adapter.asked[:]
     fit(tmp_path / "with", ckpt_path=str(tmp_path / "with" / "step=6.ckpt"))
     assert adapter.asked == ["target", "load", "expected"]
+
+
+@pytest.mark.parametrize("first", ["watched", "loads"])
+def test_who_watches_loads_is_told_of_those_in_place_and_leaves_no_trace(first: str, tmp_path: Path) -> None:
+    trainer = make_trainer(NAMESPACES[0], [], root=tmp_path)
+    told: list[str] = []
+
+    def load(path: str, weights_only: bool | None) -> dict[str, Any]:
+        told.append(path)
+        return {"found": path}
+
+    def watch() -> Any:
+        return _lightning.around_load(trainer, lambda: told.append("began"), lambda: told.append("ended"))
+
+    if first == "watched":
+        undo = watch()
+        _lightning.patch_load_checkpoint(trainer, load, of_strategy=True)
+    else:
+        _lightning.patch_load_checkpoint(trainer, load, of_strategy=True)
+        undo = watch()
+    assert trainer.strategy.load_checkpoint("a") == {"found": "a"}
+    assert told == ["began", "a", "ended"]
+    undo()
+    assert trainer.strategy.load_checkpoint("b") == {"found": "b"}
+    assert told == ["began", "a", "ended", "b"]
