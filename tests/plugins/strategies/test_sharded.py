@@ -277,15 +277,20 @@ def test_a_state_that_cannot_be_stored_is_no_file_of_rank_0_alone(zygote: Zygote
     assert locate(str(folder / "odd" / "step=4.ckpt")) is not None
 
 
-def test_one_file_for_all_ranks_is_left_to_lightning_which_one_rank_says_once(zygote: Zygote, folder: Path) -> None:
+def test_one_file_for_all_ranks_is_left_to_lightning_which_one_rank_says_once(
+    zygote: Zygote, folder: Path, two: Answers
+) -> None:
     fits = [
         {"directory": str(folder / "full"), "max_steps": steps, "kind": "full", "ckpt_path": "last"} for steps in (4, 5)
     ]
+    shutil.copytree(folder / "wrapped" / ".resiliency", folder / "beside" / ".resiliency")
+    fits.append({"directory": str(folder / "beside"), "max_steps": 1, "kind": "full", "ckpt_path": "last"})
     answers = run(zygote, folder, fits)
-    check(answers, 2)
-    first, second = answers[0]
+    check(answers, 3)
+    first, second, beside = answers[0]
+    assert beside["started"]["step"] == 0, "Lightning cannot read the folder of the engine"
     assert len(first["lines"]) == 1 and "save_distributed_checkpoint=False" in first["lines"][0]
-    assert [answer["lines"] for answer in answers[1]] == [[], []]
+    assert [answer["lines"] for answer in answers[1]] == [[], [], []]
     assert second["started"]["step"] == 4, '"last" is the file of Lightning'
     assert not (folder / "full" / ".resiliency").exists()
 
