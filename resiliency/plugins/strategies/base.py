@@ -45,8 +45,8 @@ class StrategyAdapter(Protocol):
     is_sharded: bool
 
     def supports(self, strategy: Any) -> bool:
-        """True when this adapter supports the strategy; its own methods for saving are then not called. Decides by class
-        names, so that packages of other strategies are not imported."""
+        """True when this adapter supports the strategy, whose own methods for saving are then not called. Decides by
+        class names, so that packages of other strategies are not imported."""
 
     def dump_state(self, trainer: Any, *, weights_only: bool) -> dict[str, Any]:
         """This rank's current checkpoint, as Lightning dumps it, with live tensors, not copies. Runs the
