@@ -10,7 +10,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
-from resiliency.callbacks._saver import CheckpointSaver
+from resiliency.callbacks.checkpointing.saver import CheckpointSaver
 from resiliency.checkpoint.checkpointer import default_coordinator
 from resiliency.checkpoint.coordinator import StoreCoordinator
 from resiliency.events import EventKind

@@ -10,7 +10,7 @@ from resiliency.runtime.heartbeat import Phase, beat, enter, pause, worked
 from resiliency.telemetry.step_observer import StepObserver, StepSubscriber, StepTiming
 
 if TYPE_CHECKING:
-    from resiliency.callbacks._stock import StockCallback
+    from resiliency.callbacks.checkpointing.stock import StockCallback
 else:
     StockCallback = object
 

@@ -22,8 +22,8 @@ from datetime import timedelta
 from typing import Any
 
 from resiliency.callbacks._notice_watch import NoticeWatch, Preempted
-from resiliency.callbacks._saver import CheckpointSaver
 from resiliency.callbacks._step_hooks import StepHooks
+from resiliency.callbacks.checkpointing.saver import CheckpointSaver
 from resiliency.callbacks.model_checkpoint import EngineModelCheckpoint
 from resiliency.callbacks.model_checkpoint import build as build_model_checkpoint
 from resiliency.checkpoint.ticket import Ticket

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from resiliency.callbacks._step_hooks import StepHooks
-from resiliency.callbacks._trainer_session import places_loaders
+from resiliency.callbacks.checkpointing.trainer_session import places_loaders
 from resiliency.errors import ConfigError
 from resiliency.plugins import _lightning
 from resiliency.plugins.elastic_data import Dealing, EpochPosition, dealing_of, make_reproducible, place_rest

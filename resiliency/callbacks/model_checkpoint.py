@@ -25,14 +25,14 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from resiliency.callbacks._arguments import check_own, refuse_unknown
-from resiliency.callbacks._committed_paths import CommittedPaths
-from resiliency.callbacks._earlier import newest_file
-from resiliency.callbacks._places import CheckpointPlaces, choose_places
-from resiliency.callbacks._resume import Process
-from resiliency.callbacks._saver import CheckpointSaver
 from resiliency.callbacks._step_hooks import StepHooks
-from resiliency.callbacks._trainer_session import load_in_session, sessions_using, trainer_session
+from resiliency.callbacks.checkpointing.arguments import check_own, refuse_unknown
+from resiliency.callbacks.checkpointing.committed_paths import CommittedPaths
+from resiliency.callbacks.checkpointing.earlier import newest_file
+from resiliency.callbacks.checkpointing.places import CheckpointPlaces, choose_places
+from resiliency.callbacks.checkpointing.resume import Process
+from resiliency.callbacks.checkpointing.saver import CheckpointSaver
+from resiliency.callbacks.checkpointing.trainer_session import load_in_session, sessions_using, trainer_session
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions, RemoteTierOptions
 from resiliency.compat import model_checkpoint as compat
@@ -55,7 +55,7 @@ from resiliency.storage.tiers import open_tier, unknown_store
 from resiliency.to_thread import to_thread
 
 if TYPE_CHECKING:
-    from resiliency.callbacks._stock import StockModelCheckpoint
+    from resiliency.callbacks.checkpointing.stock import StockModelCheckpoint
 else:
     StockModelCheckpoint = object
 

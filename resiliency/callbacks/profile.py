@@ -11,9 +11,9 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from resiliency.callbacks._places import EngineKey
 from resiliency.callbacks._step_hooks import StepHooks
-from resiliency.callbacks._trainer_session import trainer_session
+from resiliency.callbacks.checkpointing.places import EngineKey
+from resiliency.callbacks.checkpointing.trainer_session import trainer_session
 from resiliency.checkpoint.save_trace import FinishedTrace, SaveTrace
 from resiliency.errors import ConfigError
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of

@@ -21,7 +21,7 @@ from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.agent.core import HostAgent
 from resiliency.agent.heard import HeardNotices
 from resiliency.agent.messages import Committed, Complete, Durable, Failed, Heard, Notice, Rescan, Seal, TierSave
-from resiliency.callbacks._earlier import newest_step
+from resiliency.callbacks.checkpointing.earlier import newest_step
 from resiliency.checkpoint.checkpointer import CheckpointerOptions
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions

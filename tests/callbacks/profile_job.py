@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from resiliency.callbacks import profile
-from resiliency.callbacks._trainer_session import trainer_session
+from resiliency.callbacks.checkpointing.trainer_session import trainer_session
 from resiliency.callbacks.model_checkpoint import build
 from tests.callbacks.harness import loader, make_net, make_trainer
 

@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from resiliency.callbacks._resume import Process
+from resiliency.callbacks.checkpointing.resume import Process
 from resiliency.errors import CorruptShard
 from resiliency.storage.tiers.local import LocalTier
 from tests.callbacks.harness import NAMESPACES, content, differences, loader, make_net, make_trainer, names, ours, stock

@@ -141,7 +141,7 @@ def _save_now(callback: Any, trainer: Any, name: str) -> None:
 
 def test_copies_are_late_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the fences every test here must fail: this one shows that they would."""
-    monkeypatch.setattr("resiliency.callbacks._trainer_session.TrainerSession.fence", lambda self: 0.0)
+    monkeypatch.setattr("resiliency.callbacks.checkpointing.trainer_session.TrainerSession.fence", lambda self: 0.0)
     witness = reference(PL, step_name)
     train(tmp_path, [witness, every_step(tmp_path)], make_net(PL), max_epochs=1)
     with pytest.raises(AssertionError):

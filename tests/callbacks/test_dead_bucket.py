@@ -17,7 +17,7 @@ import lightning.pytorch as pl
 import psutil
 import pytest
 
-from resiliency.callbacks._resume import Process
+from resiliency.callbacks.checkpointing.resume import Process
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.errors import TierError
 from resiliency.storage.tiers import _glance, object_store

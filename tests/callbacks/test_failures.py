@@ -25,7 +25,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from resiliency import faultpoints
 from resiliency.agent.client import AgentClient
-from resiliency.callbacks._saver import CheckpointSaver
+from resiliency.callbacks.checkpointing.saver import CheckpointSaver
 from resiliency.checkpoint import session
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions

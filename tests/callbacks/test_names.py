@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from resiliency.callbacks._names import engine_name
+from resiliency.callbacks.checkpointing.names import engine_name
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.storage.stock import is_stock
 from tests.callbacks.harness import EMBEDDED, names

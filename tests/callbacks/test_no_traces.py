@@ -92,7 +92,7 @@ def test_the_engine_of_a_small_model_is_opened_by_its_first_save(
 
 def test_the_engine_of_a_large_model_is_warm_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first save is as fast as later ones."""
-    monkeypatch.setattr("resiliency.callbacks._saver._LARGE_BYTES", 1)
+    monkeypatch.setattr("resiliency.callbacks.checkpointing.saver._LARGE_BYTES", 1)
     warmed: list[int] = []
     original = Checkpointer.warm_up_for
     callback = ours(PL, tmp_path, every_n_train_steps=5)

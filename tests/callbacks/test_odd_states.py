@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from resiliency.callbacks._stock_writer import StockWriter
+from resiliency.callbacks.checkpointing.stock_writer import StockWriter
 from resiliency.errors import ConfigError
 from resiliency.plugins import _lightning
 from resiliency.state.leaf_kinds import register_leaf_kind

@@ -170,7 +170,7 @@ def test_a_link_that_cannot_be_made_does_not_keep_the_engine_open(
     def refused(linkpath: str, path: str) -> None:
         raise PermissionError(13, "Permission denied", linkpath)
 
-    monkeypatch.setattr("resiliency.callbacks._saver.link_symbolically", refused)
+    monkeypatch.setattr("resiliency.callbacks.checkpointing.saver.link_symbolically", refused)
     callback = build(PL)(dirpath=tmp_path, save_last="link")
     make_trainer(PL, [callback], root=tmp_path).fit(make_net(PL), loader())
     assert everything(tmp_path) == ["epoch=1-step=12.ckpt", "last.ckpt"]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from resiliency import faultpoints
-from resiliency.callbacks._saver import CheckpointSaver
+from resiliency.callbacks.checkpointing.saver import CheckpointSaver
 from resiliency.checkpoint.ticket import LOCAL
 from resiliency.errors import Timeout
 from tests.callbacks.harness import EITHER, content, loader, make_net, make_trainer, ours, stock

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from resiliency.callbacks._resume import Process
+from resiliency.callbacks.checkpointing.resume import Process
 from tests.callbacks.harness import EITHER, differences, loader, make_net, make_trainer, ours, stock, weights
 from tests.callbacks.test_ddp import run
 from tests.zygote import Zygote

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from resiliency.callbacks import _places
+from resiliency.callbacks.checkpointing import places
 from resiliency.callbacks.model_checkpoint import build
 from resiliency.compat.model_checkpoint import NO_OPTIMIZER
 from resiliency.compat.training_notes import context_folder, note_start

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from resiliency.callbacks._places import CheckpointPlaces, EngineKey
+from resiliency.callbacks.checkpointing.places import CheckpointPlaces, EngineKey
 from resiliency.errors import CorruptShard, TierError, UnsupportedFormat
 from resiliency.inspection.by_path import locate
 from resiliency.inspection.pickle_view import read_pickle

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from resiliency.callbacks._early_changes import EarlyChanges
-from resiliency.callbacks._places import CheckpointPlaces, EngineKey
-from resiliency.callbacks._resume import EngineUser, Resume
-from resiliency.callbacks._shared_engine import SharedEngine
 from resiliency.callbacks._step_hooks import step_observer
+from resiliency.callbacks.checkpointing.early_changes import EarlyChanges
+from resiliency.callbacks.checkpointing.places import CheckpointPlaces, EngineKey
+from resiliency.callbacks.checkpointing.resume import EngineUser, Resume
+from resiliency.callbacks.checkpointing.shared_engine import SharedEngine
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.checkpoint.save_trace import SaveTrace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from resiliency.callbacks._places import CheckpointPlaces
+from resiliency.callbacks.checkpointing.places import CheckpointPlaces
 from resiliency.checkpoint.checkpointer import Checkpointer
 
 __all__ = ["SharedEngine"]

@@ -16,10 +16,10 @@ from weakref import proxy
 
 from torch import Tensor
 
-from resiliency.callbacks._names import engine_name, names_on_disk
-from resiliency.callbacks._places import CheckpointPlaces
-from resiliency.callbacks._stock_writer import StockWriter
-from resiliency.callbacks._trainer_session import TrainerSession
+from resiliency.callbacks.checkpointing.names import engine_name, names_on_disk
+from resiliency.callbacks.checkpointing.places import CheckpointPlaces
+from resiliency.callbacks.checkpointing.stock_writer import StockWriter
+from resiliency.callbacks.checkpointing.trainer_session import TrainerSession
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.checkpoint.save_trace import SaveTrace
@@ -38,7 +38,7 @@ from resiliency.storage.stock import is_stock
 from resiliency.to_thread import raised_by_a_handler, to_thread
 
 if TYPE_CHECKING:
-    from resiliency.callbacks._stock import StockModelCheckpoint
+    from resiliency.callbacks.checkpointing.stock import StockModelCheckpoint
 
 __all__ = ["CheckpointSaver"]
 

@@ -10,9 +10,9 @@ from functools import partial
 from operator import itemgetter
 from typing import Any, Literal, Protocol
 
-from resiliency.callbacks._earlier import Found, continues_writer, is_restart, look, newest_step, step_of
-from resiliency.callbacks._places import CheckpointPlaces, EngineKey
-from resiliency.callbacks._shared_engine import SharedEngine
+from resiliency.callbacks.checkpointing.earlier import Found, continues_writer, is_restart, look, newest_step, step_of
+from resiliency.callbacks.checkpointing.places import CheckpointPlaces, EngineKey
+from resiliency.callbacks.checkpointing.shared_engine import SharedEngine
 from resiliency.checkpoint.read_plan import ReadPlanner
 from resiliency.checkpoint.restore import Inventory
 from resiliency.errors import ConfigError, NoCheckpointFound, TierError
