@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from resiliency.callbacks.checkpointing import places
+from resiliency.callbacks.checkpointing import places as rules_of_places
 from resiliency.callbacks.model_checkpoint import build
 from resiliency.compat.model_checkpoint import NO_OPTIMIZER
 from resiliency.compat.training_notes import context_folder, note_start
@@ -210,11 +210,11 @@ def test_the_local_tier_is_in_the_older_librarys_folder_or_on_the_ramdisk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "local").mkdir()
-    monkeypatch.setattr(_places, "IN_CLUSTER", str(tmp_path / "local"))
+    monkeypatch.setattr(rules_of_places, "IN_CLUSTER", str(tmp_path / "local"))
     found = places(tmp_path, use_in_cluster_local_ckpts=True, run="job")
     assert found.local.directory == str(tmp_path / "local" / "job" / "checkpoint")
     assert [remote.address for remote in found.remotes] == [str(tmp_path / "ck")]
-    monkeypatch.setattr(_places, "IN_CLUSTER", str(tmp_path / "missing"))
+    monkeypatch.setattr(rules_of_places, "IN_CLUSTER", str(tmp_path / "missing"))
     found = places(tmp_path, use_in_cluster_local_ckpts=True, run="job")
     assert found.local.directory.startswith(f"/dev/shm/resiliency-{os.getuid()}/") and not found.local.durable
     given = places(tmp_path, use_in_cluster_local_ckpts=True, local_dir=tmp_path / "mine")
@@ -248,7 +248,7 @@ def test_contradictions_are_refused(tmp_path: Path) -> None:
 
 def test_a_fit_with_a_local_tier_leaves_the_checkpoint_in_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "local").mkdir()
-    monkeypatch.setattr(_places, "IN_CLUSTER", str(tmp_path / "local"))
+    monkeypatch.setattr(rules_of_places, "IN_CLUSTER", str(tmp_path / "local"))
     callback = ours(
         NAMESPACES[0], tmp_path / "ck", every_n_train_steps=3, filename="{step}", use_in_cluster_local_ckpts=True
     )
