@@ -45,7 +45,7 @@ class StrategyAdapter(Protocol):
     is_sharded: bool
 
     def supports(self, strategy: Any) -> bool:
-        """True when this adapter supports the strategy, whose own methods for saving are then not called. Decides by
+        """True when this adapter supports the strategy; its own methods for saving are then not called. Decides by
         class names, so that packages of other strategies are not imported."""
 
     def dump_state(self, trainer: Any, *, weights_only: bool) -> dict[str, Any]:
