@@ -336,7 +336,7 @@ class OtherWriter:
     is_strategy: bool = False
 
 
-def other_writer(trainer: Any, *, has_adapter: bool) -> OtherWriter | None:
+def other_writer(trainer: Any, *, has_adapter: bool = False) -> OtherWriter | None:
     """The code that must write this trainer's checkpoints instead of the engine; None when there is none.
 
     A CheckpointIO or strategy that the user passed may encrypt or upload, and so may a replacement of ``torch.save``.
