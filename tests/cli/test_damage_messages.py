@@ -33,8 +33,8 @@ from tests.tidying import drop_folders
 
 RUNNER = CliRunner()
 
-#: Of one that is there and can be read, of one that is not, and of one that can be no file.
-SOME = ("truncated", "object", "missing", "fifo")
+#: Of one that is too short, of one with other bytes, of one that is gone, and of one that can be no file.
+SOME = ("truncated", "garbage", "missing", "fifo")
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "empty": lambda path: os.truncate(path, 0),
     "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),

@@ -37,6 +37,8 @@ class Soak:
     def __init__(self, job: Job, folder: Path, draw: random.Random) -> None:
         self._job, self._folder, self._draw = job, folder, draw
         self.made: Counter[str] = Counter()
+        #: Kinds that come before any comes again; a short run has one of those that differ most.
+        self._kinds = ["agent", "zygote", "ranks", "stop", "rank"]
 
     def step(self) -> tuple[int, int]:
         """Newest attempt and step."""
@@ -67,7 +69,8 @@ class Soak:
         for number in range(self._draw.choice((1, 1, 2, 3))):
             if number:
                 time.sleep(self._draw.choice((0.0, self._draw.uniform(0, 0.2), self._draw.uniform(0, 1.0))))
-            kind = self._draw.choice(KINDS)
+            self._kinds = self._kinds or self._draw.sample(KINDS, len(KINDS))
+            kind = self._kinds.pop()
             victims = self._victims(kind)
             self.made[kind] += bool(victims)
             for victim in victims:
