@@ -64,6 +64,7 @@ def test_a_host_that_lost_its_folder_resumes_from_the_common_tier(
     assert resumed[0] == resumed[1] >= stored
 
 
+@pytest.mark.nightly
 def test_beside_another_job_on_one_host_the_stock_class_writes_for_all(
     zygote: Zygote, reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
