@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from resiliency.errors import ConfigError
 from resiliency.runtime.messages.launcher import REPORT_S
@@ -33,34 +33,21 @@ from resiliency.supervisor.model import (
 )
 from resiliency.supervisor.plans import make_plan, save_step
 from resiliency.supervisor.policy import DefaultPolicy, Policy, Situation, last_resort, problem_of
+from resiliency.supervisor.progress import Progress
+from resiliency.supervisor.records import Changes, Records
 from resiliency.supervisor.running_goodput import GoodputWatch, RunningGoodput
 from resiliency.supervisor.sensor import Sensor
+from resiliency.supervisor.wording import cause, describe, hosts_and_reason, which
 from resiliency.telemetry.plain_text import plain_line
 
-__all__ = ["Changes", "Controller", "ControllerSettings"]
+__all__ = ["Controller", "ControllerSettings"]
 
 logger = logging.getLogger(__name__)
 
 #: A host that reports a larger generation than this is not believed.
 _MOST_GENERATION = 1 << 30
-#: Most observations that are kept of one incident, and of one host within it. Thousands of ranks can be lost at once
-#: with a rack, but not with one host.
-_MOST_OBSERVATIONS, _MOST_OF_A_HOST = 8192, 256
-#: How many closed incidents stay in memory, and how many more there may be before the oldest are dropped together.
-_MOST_CLOSED, _SLACK = 2000, 200
-
-
 #: The running goodput is stored with every other change of the workload, and at least this often, in seconds.
 _GOODPUT_S = 60.0
-
-
-#: A generation counts as started when a rank is this many steps past the first step reported, even if other ranks have
-#: reported none. Ranks that train together cannot be so far apart, so the others may be unable to report steps.
-_STEPS_AHEAD = 3
-
-#: Least time, in seconds, over which steps are counted to tell steps per second. Hosts report steps one apart within
-#: milliseconds: two such reports alone would make a hundred steps a second.
-_PACE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,55 +67,6 @@ class ControllerSettings:
     hook_timeout_s: float = 0.0
     hook_signal: int = 0
     dry_run: bool = False
-
-
-@dataclass(kw_only=True)
-class Changes:
-    """What has changed, and must be stored before anything is done about it."""
-
-    workloads: dict[str, Workload] = field(default_factory=dict)
-    incidents: dict[int, Incident] = field(default_factory=dict)
-    plans: dict[int, Plan] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.workloads or self.incidents or self.plans)
-
-
-@dataclass(kw_only=True)
-class _Seen:
-    """What hosts have reported of a workload's present generation. Not stored, because hosts report it again.
-
-    Attributes:
-        placed: hosts that know their places.
-        ended: hosts whose ranks have all finished.
-        stepped: hosts of which a rank has made a step.
-        step, first_step: the largest step of all ranks, and the first one reported; -1: none.
-        progressed_s: when ``step`` was last seen to grow.
-        made_s: that step was made after this time.
-        steps_per_s: recent steps per second.
-        paced_step, paced_s: the step and the time from which ``steps_per_s`` is counted.
-    """
-
-    generation: int = 0
-    placed: set[str] = field(default_factory=set)
-    ended: set[str] = field(default_factory=set)
-    stepped: set[str] = field(default_factory=set)
-    step: int = -1
-    first_step: int = -1
-    began: bool = False
-    progressed_s: float = -1.0
-    made_s: float = -1.0
-    steps_per_s: float = 0.0
-    paced_step: int = -1
-    paced_s: float = -1.0
-
-
-@dataclass(kw_only=True)
-class _Noted:
-    """What an open incident holds already, and how many observations of each host."""
-
-    seen: set[tuple[object, int]]
-    of_hosts: Counter[str]
 
 
 class Controller:
@@ -157,22 +95,17 @@ class Controller:
         self._policy = policy or DefaultPolicy()
         self._settings = settings
         self._period_s = period_s
-        self._workloads: dict[str, Workload] = {}
-        self._incidents: dict[int, Incident] = {}
-        self._plans: dict[int, Plan] = {}
-        self._seen: dict[str, _Seen] = {}
+        self._records = records = Records()
+        self._workloads, self._incidents, self._plans = records.workloads, records.incidents, records.plans
+        self._seen: dict[str, Progress] = {}
         self._goodput = GoodputWatch()
-        self._changes = Changes()
-        self._last_number = 0
         self._restored_s = -1e9
         #: Highest generation that hosts report, by workload, where it is higher than the stored one: the state file
         #: was lost or an old copy was put back. Not stored, because hosts report it again.
         self._had: dict[str, int] = {}
-        self._noted: dict[int, _Noted] = {}
         #: Hosts that are ready and have no place, and the versions that this list was computed from.
         self._free: list[str] = []
         self._free_of: tuple[int, int] = (-1, -1)
-        self._version = 0
         #: When the latest plan of each workload failed.
         self._failed_s: dict[str, float] = {}
         #: The chances of each workload that the policy chose to leave alone. They are ignored until they change.
@@ -213,8 +146,7 @@ class Controller:
 
     def take_changes(self) -> Changes:
         """Returns, and resets, what has changed since the last call."""
-        changes, self._changes = self._changes, Changes()
-        return changes
+        return self._records.take_changes()
 
     def restore(
         self,
@@ -226,14 +158,14 @@ class Controller:
     ) -> None:
         """Takes over what an earlier supervisor has stored. Deadlines start anew, because the monotonic clock may
         have."""
-        self._incidents = {each.number: replace(each, opened_at_s=now_s) for each in incidents}
-        self._plans = {each.number: replace(each, step_since_s=now_s) for each in plans}
-        self._workloads = {each.name: replace(each, since_s=now_s) for each in workloads}
+        self._records.restore(
+            (replace(each, since_s=now_s) for each in workloads),
+            (replace(each, opened_at_s=now_s) for each in incidents),
+            (replace(each, step_since_s=now_s) for each in plans),
+        )
         for each in self._workloads.values():
             self._goodput.restore(each.name, each.goodput, each.goodput.at if each.state.has_ended else wall)
         self._restored_s = now_s
-        self._last_number = max([0, *self._incidents, *self._plans])
-        self._version += 1
 
     def add(self, spec: WorkloadSpec, now_s: float) -> None:
         """Adds a workload that is to run, or changes the specification of a known one.
@@ -361,28 +293,10 @@ class Controller:
             self.refused["generation"] += 1
             return
         seen = self._seen_of(known)
-        if host not in seen.placed:
-            if host not in known.places:
-                self.refused["generation"] += 1
-                return
-            seen.placed.add(host)
-        if ended:
-            seen.ended.add(host)
-        else:
-            seen.ended.discard(host)
-        if step >= 0:
-            seen.stepped.add(host)
-        if step >= 0 and (step > seen.step or not seen.began):
-            # The first step of a generation may be earlier than the last of the one before.
-            if not seen.began:
-                seen.first_step = step
-                seen.paced_step, seen.paced_s = step, now_s
-            elif now_s - seen.paced_s >= _PACE_S:
-                lately = (step - seen.paced_step) / (now_s - seen.paced_s)
-                seen.steps_per_s = (seen.steps_per_s + lately) / 2 if seen.steps_per_s else lately
-                seen.paced_step, seen.paced_s = step, now_s
-            seen.step, seen.began, seen.progressed_s = step, True, now_s
-            seen.made_s = now_s - age_s - REPORT_S
+        if host not in seen.placed and host not in known.places:
+            self.refused["generation"] += 1
+            return
+        if seen.reported(host, step, age_s, ended, now_s):
             self._goodput.progressed(workload, generation, step if counts_steps else -1, now_s)
 
     def observe(self, one: Observation, now_s: float, wall: float) -> None:
@@ -507,7 +421,7 @@ class Controller:
         incident = self._open_incident(workload, now_s, wall)
         if self._is_news(incident, one):
             incident = replace(incident, observations=(*incident.observations, one))
-            self._set_incident(incident)
+            self._records.set_incident(incident)
             if incident.is_start:
                 logger.info("%s: enough hosts are ready to start it", workload.name)
             else:
@@ -520,19 +434,12 @@ class Controller:
             self._disturb(plan, one, now_s, wall)
 
     def _is_news(self, incident: Incident, one: Observation) -> bool:
-        noted = self._noted.get(incident.number)
-        if noted is None:
-            noted = self._noted[incident.number] = _Noted(
-                seen={(each.identity, each.generation) for each in incident.observations},
-                of_hosts=Counter(each.host for each in incident.observations),
-            )
-        if (one.identity, one.generation) in noted.seen:
+        if self._records.is_known(incident, one):
             return False
-        if len(noted.seen) >= _MOST_OBSERVATIONS or noted.of_hosts[one.host] >= _MOST_OF_A_HOST:
+        if self._records.is_full(incident, one.host):
             self.refused["too many"] += 1
             return False
-        noted.seen.add((one.identity, one.generation))
-        noted.of_hosts[one.host] += 1
+        self._records.note(incident, one)
         return True
 
     def _disturb(self, plan: Plan, one: Observation, now_s: float, wall: float) -> None:
@@ -554,13 +461,13 @@ class Controller:
         if workload.incident is not None:
             return self._incidents[workload.incident]
         incident = Incident(
-            number=self._next_number(),
+            number=self._records.next_number(),
             workload=workload.name,
             opened_at_s=now_s,
             opened_at=wall,
             begins_job=workload.state is WorkloadState.WAITING,
         )
-        self._set_incident(incident)
+        self._records.set_incident(incident)
         self._set(replace(self._workloads[workload.name], incident=incident.number))
         return incident
 
@@ -570,20 +477,8 @@ class Controller:
         incident = self._incidents[workload.incident]
         which = "the start" if incident.is_start else f"incident {incident.number}"
         logger.info("%s: %s is over: %s", workload.name, which, outcome)
-        self._set_incident(replace(incident, closed_at_s=now_s, closed_at=wall, outcome=outcome))
+        self._records.set_incident(replace(incident, closed_at_s=now_s, closed_at=wall, outcome=outcome))
         self._set(replace(self._workloads[workload.name], incident=None))
-        self._noted.pop(incident.number, None)
-        if len(self._incidents) > _MOST_CLOSED + _SLACK:
-            self._forget_oldest()
-
-    def _forget_oldest(self) -> None:
-        """Drops the oldest closed incidents from memory, as the store does on disk."""
-        closed = sorted(number for number, one in self._incidents.items() if not one.is_open)
-        gone = set(closed[: len(self._incidents) - _MOST_CLOSED])
-        for number in gone:
-            del self._incidents[number]
-        for number in [number for number, plan in self._plans.items() if plan.incident in gone]:
-            del self._plans[number]
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
@@ -648,10 +543,10 @@ class Controller:
     def _carry_out(self, remedy: Remedy, situation: Situation, now_s: float, wall: float) -> None:
         workload, incident = situation.workload, situation.incident
         if self._settings.dry_run:
-            outcome = f"dry run: would {remedy.kind}{_of(remedy)}"
+            outcome = f"dry run: would {remedy.kind}{hosts_and_reason(remedy)}"
             if incident.outcome != outcome:  # the incident stays open, because nothing is mended; this is logged once
-                logger.warning("%s: %s%s", workload.name, _which(incident), outcome)
-                self._set_incident(replace(incident, outcome=outcome))
+                logger.warning("%s: %s%s", workload.name, which(incident), outcome)
+                self._records.set_incident(replace(incident, outcome=outcome))
                 if incident.is_start:
                     self._set(replace(workload, reason=outcome))
             return
@@ -663,7 +558,7 @@ class Controller:
             self._close(workload, remedy.reason or "nothing is done", now_s, wall)
             return
         if remedy.kind is RemedyKind.STOP:
-            self._end(workload, WorkloadState.STOPPED, remedy.reason + _cause(incident), now_s, wall)
+            self._end(workload, WorkloadState.STOPPED, remedy.reason + cause(incident), now_s, wall)
             return
         if remedy.kind is RemedyKind.WAIT and workload.state is WorkloadState.WAITING and not workload.places:
             return
@@ -673,7 +568,7 @@ class Controller:
             self._wait(workload, remedy.reason, now_s)
             return
         if remedy.kind in LAST_RESORTS:
-            reason = remedy.reason + _cause(incident)
+            reason = remedy.reason + cause(incident)
             logger.error("%s: %s, which is a last resort: %s", workload.name, remedy.kind, reason)
             for host in (*workload.places, *situation.spares):  # no ranks may come to what is about to go
                 if self._sensor.state_of(host) is HostState.READY:
@@ -685,7 +580,7 @@ class Controller:
         plan = make_plan(
             remedy,
             situation,
-            number=self._next_number(),
+            number=self._records.next_number(),
             generation=self._next_generation(workload),
             now_s=now_s,
             hook_timeout_s=self._settings.hook_timeout_s,
@@ -695,15 +590,15 @@ class Controller:
             logging.INFO if incident.is_start else logging.WARNING,
             "%s: %s%s%s (plan %d, generation %d, %d hosts)",
             workload.name,
-            _which(incident),
+            which(incident),
             remedy.kind,
-            _of(remedy),
+            hosts_and_reason(remedy),
             plan.number,
             plan.generation,
             len(plan.places),
         )
-        self._set_plan(plan)
-        self._set_incident(replace(incident, tried=(*incident.tried, plan.number)))
+        self._records.set_plan(plan)
+        self._records.set_incident(replace(incident, tried=(*incident.tried, plan.number)))
         in_job = workload.in_job_restarts + (remedy.kind is RemedyKind.RESTART_IN_JOB)
         restarts = workload.workload_restarts + (remedy.kind is RemedyKind.RESTART_WORKLOAD)
         if remedy.kind in _OTHER_HOSTS:
@@ -877,7 +772,7 @@ class Controller:
 
     def _spares(self, now_s: float, *, dwell_s: float) -> list[str]:
         """Hosts that are ready (for at least ``dwell_s``) and have no place, sorted by name."""
-        present = self._sensor.ready_version, self._version
+        present = self._sensor.ready_version, self._records.version
         if self._free_of != present:
             self._free_of, self._free = present, sorted(self._sensor.ready - self._taken())
         if not dwell_s:
@@ -912,7 +807,7 @@ class Controller:
                 plan = self._advance(plan, now_s)
                 continue
             is_late = now_s - plan.step_since_s > step.timeout_s
-            if step.kind is StepKind.PROGRESS and (_has_started(seen, plan) or (is_late and seen.began)):
+            if step.kind is StepKind.PROGRESS and (seen.has_started(plan.places) or (is_late and seen.began)):
                 plan = self._advance(plan, now_s)
                 continue
             if is_late:
@@ -941,7 +836,7 @@ class Controller:
         return [one for one in asked if one.host in workload.places and one.host not in done]
 
     def _advance(self, plan: Plan, now_s: float) -> Plan:
-        self._set_plan(replace(plan, at=plan.at + 1, step_since_s=now_s))
+        self._records.set_plan(replace(plan, at=plan.at + 1, step_since_s=now_s))
         self._begin_step(self._plans[plan.number], now_s)
         return self._plans[plan.number]
 
@@ -950,7 +845,7 @@ class Controller:
         if plan.step is not None and plan.step.kind is StepKind.CHECKPOINT:
             seen = self._seen_of(workload)
             step = save_step(seen.step, age_s=now_s - seen.progressed_s, steps_per_s=seen.steps_per_s)
-            self._set_plan(replace(plan, save_step=step))
+            self._records.set_plan(replace(plan, save_step=step))
         if plan.step is None or plan.step.kind is not StepKind.PLACE:
             return
         left = [host for host in workload.places if host not in plan.places]
@@ -1003,7 +898,7 @@ class Controller:
             self._failed_s[plan.workload] = now_s
         if outcome is not Outcome.DONE:
             logger.warning("%s: plan %d is %s: %s", plan.workload, plan.number, outcome, reason)
-        self._set_plan(replace(plan, outcome=outcome, reason=reason))
+        self._records.set_plan(replace(plan, outcome=outcome, reason=reason))
         workload = replace(self._workloads[plan.workload], plan=None)
         if workload.generation != plan.generation and self._seen_of(workload).began:
             workload = replace(workload, state=WorkloadState.RUNNING, since_s=now_s)  # the plan had changed nothing yet
@@ -1020,40 +915,14 @@ class Controller:
 
     # -- state that is stored -----------------------------------------------------------------------------------------
 
-    def _seen_of(self, workload: Workload) -> _Seen:
+    def _seen_of(self, workload: Workload) -> Progress:
         seen = self._seen.get(workload.name)
         if seen is None or seen.generation != workload.generation:
-            seen = self._seen[workload.name] = _Seen(generation=workload.generation)
+            seen = self._seen[workload.name] = Progress(generation=workload.generation)
         return seen
 
-    def _next_number(self) -> int:
-        self._last_number += 1
-        return self._last_number
-
     def _set(self, workload: Workload) -> None:
-        known = self._workloads.get(workload.name)
-        workload = replace(workload, goodput=self._goodput.of(workload.name))
-        self._workloads[workload.name] = self._changes.workloads[workload.name] = workload
-        if known is None or _takes(known) != _takes(workload):
-            self._version += 1
-
-    def _set_incident(self, incident: Incident) -> None:
-        self._incidents[incident.number] = self._changes.incidents[incident.number] = incident
-
-    def _set_plan(self, plan: Plan) -> None:
-        known = self._plans.get(plan.number)
-        self._plans[plan.number] = self._changes.plans[plan.number] = plan
-        if known is None or known.places != plan.places:
-            self._version += 1
-
-
-def _has_started(seen: _Seen, plan: Plan) -> bool:
-    return (seen.stepped | seen.ended).issuperset(plan.places) or seen.step >= seen.first_step + _STEPS_AHEAD
-
-
-def _takes(workload: Workload) -> tuple[object, ...]:
-    """The fields that decide which hosts are taken."""
-    return workload.places, workload.plan, workload.state.has_ended
+        self._records.set_workload(replace(workload, goodput=self._goodput.of(workload.name)))
 
 
 _OTHER_HOSTS = (RemedyKind.HOT_SWAP, RemedyKind.SCALE_DOWN)
@@ -1081,29 +950,3 @@ def _checked(answer: object) -> Remedy | None:
     if isinstance(answer.out, str) or not all(isinstance(host, str) for host in answer.out):
         return None
     return Remedy(kind=RemedyKind(answer.kind), out=tuple(answer.out), reason=plain_line(str(answer.reason or "")))
-
-
-def _cause(incident: Incident) -> str:
-    """The last unplanned observation in words, preferably one of a rank, for a reader who sees only the reason; "" when
-    there is none."""
-    seen = [one for one in incident.observations if not one.is_planned]
-    ranks = [one for one in seen if one.kind in (ObservationKind.WORKER_LOST, ObservationKind.WORKER_HUNG)]
-    last = (ranks or seen)[-1:]
-    return f"; seen last: {describe(last[0])}" if last else ""
-
-
-def describe(one: Observation) -> str:
-    """The observation in words."""
-    rank = "" if one.rank is None else f" of rank {one.rank}"
-    device = f", device {one.device} ({one.device_class})" if one.device else ""
-    where = f" on {one.host}" if one.host else ""
-    return f"{one.kind}{rank}{where}{device}" + (f": {one.detail}" if one.detail else "")
-
-
-def _which(incident: Incident) -> str:
-    return "" if incident.is_start else f"incident {incident.number}: "
-
-
-def _of(remedy: Remedy) -> str:
-    hosts = f" {', '.join(remedy.out)}" if remedy.out else ""
-    return hosts + (f": {remedy.reason}" if remedy.reason else "")

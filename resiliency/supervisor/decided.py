@@ -4,8 +4,8 @@ for, and the hosts that are taken out. Pure: no input, no output, no clock."""
 from __future__ import annotations
 
 from resiliency.runtime.messages.monitor import Ask, StepKind
-from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.model import Plan, RemedyKind, Workload, WorkloadState
+from resiliency.supervisor.records import Changes
 
 __all__ = ["ASKED", "Decided"]
 

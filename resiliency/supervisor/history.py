@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 
 from resiliency.events import EventKind
 from resiliency.runtime.messages.observations import Observation, ObservationKind
-from resiliency.supervisor.controller import Changes, describe
 from resiliency.supervisor.model import Host, HostState, Incident, Outcome, Plan, Workload
+from resiliency.supervisor.records import Changes
 from resiliency.supervisor.store import HistoryEvent
+from resiliency.supervisor.wording import describe
 
 __all__ = ["History"]
 

@@ -39,7 +39,7 @@ from resiliency.supervisor.actuator import Actuator
 from resiliency.supervisor.adoption import Adoption
 from resiliency.supervisor.clusters.base import Cluster, HostFacts
 from resiliency.supervisor.clusters.none import NoCluster
-from resiliency.supervisor.controller import Changes, Controller, ControllerSettings
+from resiliency.supervisor.controller import Controller, ControllerSettings
 from resiliency.supervisor.decided import ASKED, Decided
 from resiliency.supervisor.ends import ends_of, ends_text
 from resiliency.supervisor.hang_watch import HangWatch
@@ -48,6 +48,7 @@ from resiliency.supervisor.lease import Lease
 from resiliency.supervisor.model import Host, HostState, Plan, RemedyKind, Workload, WorkloadSpec, WorkloadState
 from resiliency.supervisor.policy import load_policy
 from resiliency.supervisor.policy_guard import GuardedPolicy
+from resiliency.supervisor.records import Changes
 from resiliency.supervisor.sensor import Sensor
 from resiliency.supervisor.settings import SupervisorSettings
 from resiliency.supervisor.store import HistoryEvent, LeadershipLost, StateStore, StateUnavailable

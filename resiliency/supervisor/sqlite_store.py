@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.faultpoints import hit
 from resiliency.runtime.typed_json import from_jsonable, to_jsonable
-from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.model import Host, Incident, Plan, Workload
+from resiliency.supervisor.records import Changes
 from resiliency.supervisor.store import HistoryEvent, LeadershipLost, StateUnavailable, Stored
 
 __all__ = ["SCHEMA_VERSION", "SqliteStore", "StateFileGone", "open_or_begin_anew"]

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from resiliency.errors import ResiliencyError
-from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.model import Host, Incident, Plan, Workload
+from resiliency.supervisor.records import Changes
 
 __all__ = ["HistoryEvent", "LeadershipLost", "StateStore", "StateUnavailable", "Stored"]
 

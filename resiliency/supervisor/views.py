@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from resiliency.runtime.messages.monitor import StepKind
-from resiliency.supervisor.controller import describe
 from resiliency.supervisor.model import Host, HostState, Incident, Plan, Workload
 from resiliency.supervisor.service import Service
 from resiliency.supervisor.store import HistoryEvent
+from resiliency.supervisor.wording import describe
 
 __all__ = ["event_view", "explain_view", "status_view"]
 

@@ -32,8 +32,8 @@ from resiliency.runtime.messages.places import Place
 from resiliency.supervisor import service as service_module
 from resiliency.supervisor.clusters.base import HostFacts
 from resiliency.supervisor.clusters.none import NoCluster
-from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.model import Outcome, Plan, RemedyKind, WorkloadSpec
+from resiliency.supervisor.records import Changes
 from resiliency.supervisor.sensor import SensorSettings
 from resiliency.supervisor.service import Service
 from resiliency.supervisor.settings import HookSettings, SupervisorSettings

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.decided import Decided
 from resiliency.supervisor.model import Workload, WorkloadSpec, WorkloadState
+from resiliency.supervisor.records import Changes
 
 
 def test_another_rank_to_replace_is_news_for_the_hosts() -> None:

@@ -17,8 +17,8 @@ import pytest
 from resiliency import faultpoints
 from resiliency.errors import ConfigError
 from resiliency.supervisor import lease as lease_module
-from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.lease import SqliteLease
+from resiliency.supervisor.records import Changes
 from resiliency.supervisor.sqlite_store import SqliteStore, StateFileGone
 from resiliency.supervisor.store import LeadershipLost, StateUnavailable
 
@@ -191,7 +191,7 @@ def test_a_file_that_is_not_in_its_place_any_more_ends_both(two: Two, tmp_path: 
 
 HOLDER = """
 import sys
-from resiliency.supervisor.controller import Changes
+from resiliency.supervisor.records import Changes
 from resiliency.supervisor.lease import SqliteLease
 from resiliency.supervisor.sqlite_store import SqliteStore
 from resiliency.supervisor.store import LeadershipLost

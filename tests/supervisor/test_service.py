@@ -29,8 +29,8 @@ from resiliency.runtime.messages.observations import Observation, ObservationKin
 from resiliency.supervisor.clusters.base import HostFacts
 from resiliency.supervisor.clusters.none import NoCluster
 from resiliency.supervisor.clusters.registry import CLUSTERS
-from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.model import Host, HostState, Workload, WorkloadState
+from resiliency.supervisor.records import Changes
 from resiliency.supervisor.sensor import SensorSettings
 from resiliency.supervisor.server import Supervisor
 from resiliency.supervisor.settings import HangSettings, HookSettings, StragglerSettings

@@ -13,9 +13,9 @@ import pytest
 
 from resiliency.errors import ConfigError
 from resiliency.runtime.messages.observations import Observation, ObservationKind
-from resiliency.supervisor.controller import Changes
 from resiliency.supervisor.lease import SqliteLease
 from resiliency.supervisor.model import Host, HostState, Incident, Workload, WorkloadSpec
+from resiliency.supervisor.records import Changes
 from resiliency.supervisor.sqlite_store import SCHEMA_VERSION, SqliteStore
 from resiliency.supervisor.store import HistoryEvent, LeadershipLost, StateUnavailable
 
@@ -70,7 +70,7 @@ def test_one_that_was_replaced_writes_nothing(tmp_path: Path) -> None:
 WRITER = """
 import sys
 import tempfile
-from resiliency.supervisor.controller import Changes
+from resiliency.supervisor.records import Changes
 from resiliency.supervisor.model import Incident, Workload, WorkloadSpec
 from resiliency.supervisor.sqlite_store import SqliteStore
 store = SqliteStore(sys.argv[1])
