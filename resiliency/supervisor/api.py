@@ -94,7 +94,7 @@ class _Api:
         service = self._supervisor.service
         if service is None:
             return web.Response(status=503, text="stands by\n")
-        if service.store_problem:
+        if service.journal.problem:
             return web.Response(status=503, text="the state file cannot be written\n")
         if not service.leads():
             return web.Response(status=503, text="the lease was not renewed in time\n")

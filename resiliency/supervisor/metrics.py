@@ -61,7 +61,7 @@ class Metrics(Collector):
             return
         yield _gauge("term", "Term of this leader", service.term)
         yield _gauge("connections", "Monitors that are connected", service.connected())
-        yield _gauge("store_ok", "0 while the state file cannot be written", float(not service.store_problem))
+        yield _gauge("store_ok", "0 while the state file cannot be written", float(not service.journal.problem))
         yield _gauge("frozen", "1 while so many hosts are silent that nothing is done", float(service.sensor.frozen))
         states = service.sensor.states()
         hosts = GaugeMetricFamily(f"{_PREFIX}_hosts", "Hosts by state", labels=["state"])
@@ -93,7 +93,7 @@ class Metrics(Collector):
             refused.add_metric([reason], count)
         yield refused
         failures = CounterMetricFamily(f"{_PREFIX}_commit_failures", "Writes to the state file that failed")
-        failures.add_metric([], counts.commit_failures)
+        failures.add_metric([], service.journal.failures)
         yield failures
 
     def _workloads(self, service: Service) -> Iterator[Metric]:

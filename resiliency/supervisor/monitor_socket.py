@@ -25,8 +25,9 @@ from resiliency.runtime.messages.monitor import (
     unpack,
 )
 from resiliency.supervisor.auth import Authority
+from resiliency.supervisor.claims import Forged
 from resiliency.supervisor.said_rarely import SaidRarely
-from resiliency.supervisor.service import Forged, Service
+from resiliency.supervisor.service import Service
 
 __all__ = ["MonitorSocket"]
 

@@ -37,15 +37,16 @@ from resiliency.runtime.messages.places import store_address
 from resiliency.runtime.tasks import end_tasks
 from resiliency.supervisor.actuator import Actuator
 from resiliency.supervisor.adoption import Adoption
+from resiliency.supervisor.claims import Forged, check_host, check_node, of_host
 from resiliency.supervisor.clusters.base import Cluster, HostFacts
 from resiliency.supervisor.clusters.none import NoCluster
 from resiliency.supervisor.controller import Controller, ControllerSettings
 from resiliency.supervisor.decided import ASKED, Decided
 from resiliency.supervisor.ends import ends_of, ends_text
 from resiliency.supervisor.hang_watch import HangWatch
-from resiliency.supervisor.history import History
+from resiliency.supervisor.journal import Journal
 from resiliency.supervisor.lease import Lease
-from resiliency.supervisor.model import Host, HostState, Plan, RemedyKind, Workload, WorkloadSpec, WorkloadState
+from resiliency.supervisor.model import HostState, Plan, RemedyKind, Workload, WorkloadSpec, WorkloadState
 from resiliency.supervisor.policy import load_policy
 from resiliency.supervisor.policy_guard import GuardedPolicy
 from resiliency.supervisor.records import Changes
@@ -55,7 +56,7 @@ from resiliency.supervisor.store import HistoryEvent, LeadershipLost, StateStore
 from resiliency.supervisor.straggler_watch import StragglerWatch
 from resiliency.telemetry.plain_text import plain_line
 
-__all__ = ["Forged", "Link", "Service"]
+__all__ = ["Link", "Service"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +65,6 @@ _TICK_S = 0.1
 #: A look is followed by a rest of this many times its duration (up to a tick): in a burst of messages each one asks for
 #: a look, and with thousands of hosts a look takes some time.
 _REST = 9
-#: Seconds between two tries to write to a disk that fails: the first, doubled up to the longest.
-_RETRY_S, _MOST_RETRY_S = 0.2, 5.0
 #: Seconds that hosts have to disconnect when all workloads have ended.
 _HANG_UP_S = 5.0
 #: Seconds for the check of a host that joins.
@@ -77,26 +76,8 @@ _MOST_STEP = 1 << 53
 _LEFT_BEHIND = 3
 #: When no look took place for this many seconds, or a transaction takes longer, deadlines of steps are moved.
 _AWAY_S = 1.0
-#: Kinds of observations that a monitor may send.
-_SEEN_BY_MONITORS = frozenset(
-    {
-        ObservationKind.WORKER_LOST,
-        ObservationKind.WORKER_HUNG,
-        ObservationKind.STRAGGLER,
-        ObservationKind.HOST_UNHEALTHY,
-        ObservationKind.DEVICE_FAULT,
-        ObservationKind.DRAIN,
-        ObservationKind.NO_PROGRESS,
-    }
-)
-
 #: How the reason of a cordon begins that is the cluster's, and ends with what the cluster wants. It is stored with it.
 _BY_CLUSTER = "its node is out of use: "
-_SEEN_ON_NODES = frozenset({ObservationKind.HOST_UNHEALTHY, ObservationKind.DEVICE_FAULT, ObservationKind.DRAIN})
-
-
-class Forged(Exception):
-    """A message that its sender had no right to send; the text gives the reason. The connection is closed."""
 
 
 class Link(Protocol):
@@ -149,8 +130,6 @@ class Counts:
     refused: Counter[str] = field(default_factory=Counter)
     plans: Counter[tuple[str, str]] = field(default_factory=Counter)
     incidents: int = 0
-    commits: int = 0
-    commit_failures: int = 0
 
 
 class Service:
@@ -186,7 +165,7 @@ class Service:
         self.settings, self.term = settings, term
         self._until_ended, self._ended_s = until_ended, clock()
         self._store, self._lease, self._clock = store, lease, clock
-        self._log, self.watch_handled, self._watch_commit = log, watch_handled, watch_commit
+        self._log, self.watch_handled = log, watch_handled
         now_s = clock()
         self.sensor = Sensor(settings.sensor, now_s)
         hook = settings.hook
@@ -206,9 +185,7 @@ class Service:
         )
         self.decided = Decided()
         self.counts = Counts()
-        self.store_problem = ""
         self.began_s = now_s
-        self._history = History()
         self._hangs = HangWatch(steps=settings.hang.hang_steps, floor_s=settings.hang.hang_floor_s)
         self._stragglers = StragglerWatch(
             factor=settings.straggler.straggler_factor, window_s=settings.straggler.straggler_window_s
@@ -235,11 +212,9 @@ class Service:
         #: Answers of hosts, by plan number and step index.
         self._answers: dict[tuple[int, int], dict[str, str]] = {}
         self._asks: dict[str, list[Ask]] = {}
-        self._pending, self._pending_hosts, self._pending_events = Changes(), set[str](), list[HistoryEvent]()
-        self._due, self._dirty, self._stopped = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._due, self._stopped = asyncio.Event(), asyncio.Event()
+        self.journal = Journal(store, term, stopped=self._stopped, clock=clock, watch_commit=watch_commit)
         self._swept_s = self._looked_s = now_s
-        #: Since when a transaction has been written; None: none is.
-        self._writes_since_s: float | None = None
         self._inject_at_s = now_s + settings.fault_injection_period_s
         #: When it was counted whether most hosts are connected, and whether they were.
         self._counted_s, self._has_most = float("-inf"), False
@@ -247,19 +222,16 @@ class Service:
         self._offers_held = False
         #: Whether something was not sent or not started because the lease had run out.
         self._held_back = False
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="supervisor-store")
         #: Apart from the store's: a lease that is slow to be renewed must not hold up what is written.
         self._lease_executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="supervisor-lease")
         self._restore(now_s)
 
     def _restore(self, now_s: float) -> None:
-        self._store.fence(self.term)  # before it is read: what is read is what no lower term can change any more
-        stored = self._store.load()
+        stored = self.journal.load()
         needed = {host for each in stored.workloads if not each.state.has_ended for host in each.places}
         gone = {host.name for host in stored.hosts if host.state is HostState.SILENT} - needed
         self.sensor.restore(stored.hosts, now_s, given_up=gone)
         self.controller.restore(stored.workloads, stored.incidents, stored.plans, now_s, time.time())
-        self._history.begin(stored.workloads, stored.incidents, stored.hosts)
         self.decided.apply(
             Changes(
                 workloads={each.name: each for each in stored.workloads},
@@ -317,7 +289,7 @@ class Service:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
-            if self._has_pending():
+            if self.journal.has_more:
                 with contextlib.suppress(LeadershipLost, StateUnavailable):
                     await self._store_pending()
         finally:
@@ -328,7 +300,7 @@ class Service:
             for heard in self._heard.values():
                 if heard.link is not None:
                     heard.link.close("the supervisor ends")
-            self._executor.shutdown(wait=False)
+            self.journal.close()
             self._lease_executor.shutdown(wait=False)
 
     def stop(self) -> None:
@@ -421,7 +393,8 @@ class Service:
         """Moves deadlines of steps by the time in which this process did not run and could hear no host, or in which
         the disk was slow and no host could be told."""
         gap_s, self._looked_s = now_s - self._looked_s, now_s
-        is_behind = self._writes_since_s is not None and now_s - self._writes_since_s > _AWAY_S
+        since_s = self.journal.writes_since_s
+        is_behind = since_s is not None and now_s - since_s > _AWAY_S
         if gap_s > _AWAY_S:
             for heard in self._heard.values():
                 heard.elsewhere_since_s = None
@@ -498,33 +471,20 @@ class Service:
         return self.decided.place(host) is not None or self.sensor.state_of(host) is HostState.READY
 
     def _collect(self) -> None:
-        changes = self.controller.take_changes()
-        for name in ("workloads", "incidents", "plans"):
-            getattr(self._pending, name).update(getattr(changes, name))
-        self._pending_hosts |= self.sensor.take_changed()
-        if self._has_pending():
-            self._dirty.set()
-
-    def _has_pending(self) -> bool:
-        return bool(self._pending or self._pending_hosts or self._pending_events)
+        self.journal.add(self.controller.take_changes(), self.sensor.take_changed())
 
     # -- storing ------------------------------------------------------------------------------------------------------
 
     async def _keep_storing(self) -> None:
         while True:
-            await self._dirty.wait()
-            self._dirty.clear()
-            if self._has_pending():
+            await self.journal.dirty.wait()
+            self.journal.dirty.clear()
+            if self.journal.has_more:
                 await self._store_pending()
 
     async def _store_pending(self) -> None:
-        changes, self._pending = self._pending, Changes()
-        names, self._pending_hosts = self._pending_hosts, set()
-        hosts = {name: self.sensor.host(name) for name in names}
-        said, self._pending_events = self._pending_events, []
-        events = [*said, *self._history.of(changes, hosts, time.time())]
-        await self._write(changes, hosts, events)
-        self._count(changes, events)
+        changes, events = await self.journal.write(self.sensor.host)
+        self._count(events)
         was_over = {name: each.state.has_ended for name, each in self.decided.workloads.items()}
         was_done = self.decided.all_is_done
         taken = {name: len(one.resorts) for name, one in self.decided.workloads.items()}
@@ -565,32 +525,7 @@ class Service:
         else:
             self._held_back = True
 
-    async def _write(self, changes: Changes, hosts: dict[str, Host | None], events: Sequence[HistoryEvent]) -> None:
-        loop, delay_s = asyncio.get_running_loop(), _RETRY_S
-        self._writes_since_s = self._clock()
-        while True:
-            began_s = time.monotonic()
-            try:
-                await loop.run_in_executor(self._executor, self._store.commit, self.term, changes, hosts, events)
-            except StateUnavailable as error:
-                self.counts.commit_failures += 1
-                if not self.store_problem:
-                    logger.error("%s; what is decided waits until it can be written", error)
-                self.store_problem = str(error)
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._stopped.wait(), delay_s)
-                    raise
-                delay_s = min(2 * delay_s, _MOST_RETRY_S)
-            else:
-                if self.store_problem:
-                    logger.warning("the state file is written again")
-                self.store_problem = ""
-                self._writes_since_s = None
-                self.counts.commits += 1
-                self._watch_commit(time.monotonic() - began_s)
-                return
-
-    def _count(self, changes: Changes, events: Iterable[HistoryEvent]) -> None:
+    def _count(self, events: Iterable[HistoryEvent]) -> None:
         for event in events:
             if event.kind == EventKind.INCIDENT_OPENED:
                 self.counts.incidents += 1
@@ -853,17 +788,11 @@ class Service:
             Forged: they are about another host, or of a kind that a monitor cannot see.
         """
         self._hear(link, self._clock())
-        for one in message.observations:
-            if one.host not in ("", link.host):
-                raise Forged(f"the monitor of {link.host} speaks of {one.host}")
-            if one.kind not in _SEEN_BY_MONITORS:
-                raise Forged(f"a monitor does not see {one.kind}")
-            if one.kind in (ObservationKind.WORKER_LOST, ObservationKind.WORKER_HUNG) and not one.workload:
-                raise Forged(f"{one.kind} without a workload")
+        check_host(link.host, message)
         for one in message.observations:
             if one.kind is ObservationKind.DRAIN:
                 self.sensor.cordon(link.host, plain_line(one.detail) or "its monitor wants it empty", self._clock())
-            self._observe(_bounded(one, link.host))
+            self._observe(of_host(one, link.host))
 
     def node_says(self, node: str, message: Message) -> None:
         """Handles what the watchdogs of a machine report: it concerns all hosts that run there.
@@ -874,18 +803,13 @@ class Service:
         if isinstance(message, Report):
             self._node_problems[node] = message.problem  # taken with the next report of each host
             return
-        if not isinstance(message, Observed):
-            raise Forged(f"the watchdogs of a machine do not send {type(message).__name__}")
+        seen = check_node(node, message)
         hosts = [each.host for each in self._facts.values() if each.node == node and each.host in self._heard]
-        for one in message.observations:
-            if one.host not in ("", node):
-                raise Forged(f"the watchdogs of {node} speak of {one.host}")
-            if one.kind not in _SEEN_ON_NODES:
-                raise Forged(f"watchdogs do not see {one.kind}")
+        for one in seen:
             for host in hosts:
                 if one.kind is ObservationKind.DRAIN:
                     self.sensor.cordon(host, plain_line(one.detail) or f"node {node} is to be empty", self._clock())
-                self._observe(_bounded(one, host))
+                self._observe(of_host(one, host))
 
     def _observe(self, one: Observation) -> None:
         self.controller.observe(one, self._clock(), time.time())
@@ -1076,11 +1000,8 @@ class Service:
         self._note_event(EventKind.OPERATOR, f"start {name}", workload=name)
         return True
 
-    def _note_event(self, kind: str, text: str, *, workload: str = "", host: str = "", **fields: Any) -> None:
-        self._pending_events.append(
-            HistoryEvent(at=time.time(), kind=kind, text=plain_line(text), workload=workload, host=host, fields=fields)
-        )
-        self._dirty.set()
+    def _note_event(self, kind: str, text: str, **fields: Any) -> None:
+        self.journal.say(kind, text, **fields)
         self._due.set()
 
     # -- reading the state --------------------------------------------------------------------------------------------
@@ -1116,19 +1037,6 @@ def _progress(rank: Any) -> int:
     if rank.beats <= 0:
         return -1
     return min(_MOST_STEP, int(rank.step if rank.step >= 0 else rank.beats))
-
-
-def _bounded(one: Observation, host: str) -> Observation:
-    return Observation(
-        kind=one.kind,
-        host=host,
-        workload=one.workload,
-        generation=one.generation,
-        rank=one.rank,
-        device=plain_line(one.device, 200),
-        device_class=one.device_class,
-        detail=plain_line(one.detail),
-    )
 
 
 def _is_address(text: str) -> bool:

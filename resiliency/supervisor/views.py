@@ -36,7 +36,7 @@ def status_view(service: Service, *, with_hosts: bool = True) -> dict[str, Any]:
         "up_s": round(service.now_s() - service.began_s, 1),
         "dry_run": service.settings.dry_run,
         "frozen": service.sensor.frozen,
-        "store_problem": service.store_problem,
+        "store_problem": service.journal.problem,
         "host_states": {str(state): count for state, count in service.sensor.states().items()},
         "workloads": [_workload(service, one) for one in service.controller.workloads.values()],
         "hosts": [_host(service, host) for host in service.sensor.hosts()] if with_hosts else [],

@@ -29,7 +29,7 @@ from resiliency.runtime.messages.monitor import (
 )
 from resiliency.runtime.messages.observations import Observation, ObservationKind
 from resiliency.runtime.messages.places import Place
-from resiliency.supervisor import service as service_module
+from resiliency.supervisor.claims import Forged
 from resiliency.supervisor.clusters.base import HostFacts
 from resiliency.supervisor.clusters.none import NoCluster
 from resiliency.supervisor.model import Outcome, Plan, RemedyKind, WorkloadSpec
@@ -218,7 +218,7 @@ class SimHost:
             self.link = HostLink(self.name, str(self.incarnation), self)
             try:
                 service.connect(self.link, address="10.0.0.1", block="", term=self.term)
-            except service_module.Forged:
+            except Forged:
                 self.link = None
                 return
         place, ranks = self.place, ()
@@ -315,8 +315,8 @@ class Whole:
                 hook=HookSettings(command=["unused"], signal="SIGUSR1", timeout_s=6.0),
             )
             made = Service(settings, self.journal, Leads(), 1, cluster=_AsCluster(self), clock=self.loop.time)
-            made._executor.shutdown()
-            made._executor = Inline()  # type: ignore[assignment]
+            made.journal._executor.shutdown()
+            made.journal._executor = Inline()  # type: ignore[assignment]
             made._actuator._run_hook = self._run_hook  # type: ignore[method-assign]
             return made
 

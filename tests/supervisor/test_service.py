@@ -485,7 +485,7 @@ def test_a_disk_that_fails_is_said_and_tried_again(tmp_path: Path) -> None:
             faultpoints.arm("supervisor.store.write:full@*")
             try:
                 await a.saw(ObservationKind.WORKER_LOST, rank=0)
-                await until(lambda: supervisor.service.store_problem)  # type: ignore[union-attr]
+                await until(lambda: supervisor.service.journal.problem)  # type: ignore[union-attr]
                 assert (await asked(supervisor, "/readyz"))[0] == 503
                 assert a.desired is not None and a.desired.place.generation == 1
             finally:
