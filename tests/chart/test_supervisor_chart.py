@@ -180,6 +180,13 @@ def test_the_guides_names_mean_what_the_guide_says(helm4: Helm, tmp_path: Path) 
     assert found.kubernetes.watchdog_account == "pretrain-supervisor-node"
 
 
+def test_a_jobset_is_made_anew_only_where_the_values_say_so(helm4: Helm) -> None:
+    objects = helm4.render("supervisor", {"renewJobSet": True})
+    rules = [rule for each in objects if each["kind"] == "Role" for rule in each["rules"]]
+    (verbs,) = [rule["verbs"] for rule in rules if rule["resources"] == ["jobsets"]]
+    assert {"create", "delete"} <= set(verbs)
+
+
 def test_the_supervisor_may_be_in_the_namespace_of_the_job(helm4: Helm) -> None:
     objects = helm4.render("supervisor", {"workload_namespace": "sup"})
     names = [(each["kind"], each["metadata"]["name"], each["metadata"].get("namespace")) for each in objects]

@@ -60,15 +60,17 @@ def test_a_stopped_job_is_not_begun_by_a_supervisor_that_never_heard_of_it(
     whole.until(lambda: not whole.kept)
 
 
-def test_a_job_that_was_started_since_is_not_stopped(whole: Whole) -> None:
+@pytest.mark.parametrize("state", ["lost", "kept"])
+def test_a_job_that_was_started_since_is_not_stopped(whole: Whole, state: str) -> None:
     stop(whole)
     kept = whole.kept
     assert whole.service is not None and whole.service.start_workload("job")
     whole.until(lambda: whole.job.state is RUNNING)
     generation, whole.kept = whole.job.generation, kept  # the cluster was away, and was not told
-    begin_with(whole, Journal())
+    begin_with(whole, Journal() if state == "lost" else whole.journal)
     whole.until(lambda: whole.job is not None and whole.job.state is RUNNING)
-    assert whole.job.generation == generation
+    whole.pass_time(20.0)
+    assert (whole.job.generation, whole.job.state) == (generation, RUNNING)
     whole.until(lambda: not whole.kept)
 
 
