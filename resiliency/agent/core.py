@@ -72,6 +72,7 @@ from resiliency.storage.manifest import (
     shard_file,
 )
 from resiliency.storage.names import is_taken_since, missing_names
+from resiliency.storage.plan_groups import different_plans
 from resiliency.storage.retention import DeleteRequest, Hold
 from resiliency.storage.shard_file import Identity
 from resiliency.storage.single_files import drop_folders, restore_folders
@@ -700,8 +701,11 @@ class HostAgent:
             return  # this folder does not show the records of other hosts; only the ranks know
         found = gather_records(records.values())
         if found is None:
-            if len({record.plan for record in records.values()}) > 1 and len(records) == self.config.world_size:
-                self._refuse_plans(step_id)
+            ranks_of: dict[str, list[int]] = {}
+            for rank, record in records.items():
+                ranks_of.setdefault(record.plan, []).append(rank)
+            if len(ranks_of) > 1 and len(records) == self.config.world_size:
+                self._refuse_plans(step_id, different_plans(ranks_of.values()))
             return
         if self._in_parts:
             found = part_of(found)
@@ -768,11 +772,7 @@ class HostAgent:
         self._steps.pin(step.id, 1)
         uploader.submit(step.id, self._sent_records(step), only_if_missing=only_if_missing)
 
-    def _refuse_plans(self, step_id: StepId) -> None:
-        reason = (
-            "ranks saved different sets of tensors; every rank must pass the same state"
-            " (what differs belongs into per_rank)"
-        )
+    def _refuse_plans(self, step_id: StepId, reason: str) -> None:
         tier = self.config.local.name
         self._report.notify_failed(step_id, tier, reason)
         self._report.log_failed(step_id, Stage.COMMITTED, tier, reason, will_retry=False)

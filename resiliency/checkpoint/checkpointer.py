@@ -42,11 +42,13 @@ from resiliency.checkpoint.save_copies import SaveCopies
 from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.save_tracker import SaveTracker
 from resiliency.checkpoint.session import Session, open_session
-from resiliency.checkpoint.shard_plan import ShardPlanner, Wanted
+from resiliency.checkpoint.shard_plan import Agree, ShardPlanner, Wanted
 from resiliency.checkpoint.snapshot import Snapshot
 from resiliency.checkpoint.step_hook import StepHook
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket, checked_stage
 from resiliency.checkpoint.upload_schedule import RemoteSchedule
+from resiliency.checkpoint.write_agreement import LeftOut
+from resiliency.checkpoint.write_plan import WritePlan
 from resiliency.errors import AgentError, ConfigError, ResiliencyError, TierError
 from resiliency.events import EventKind, EventSink, boot_id
 from resiliency.faultpoints import hit
@@ -147,6 +149,7 @@ class Checkpointer:
         self._sinks = tuple(sinks)
         self._coordinator = coordinator
         self._remote_tiers = [open_tier(r.address, name=r.name, **_store_options(r)) for r in self._remotes]
+        self._warm_ups = 0
         self._planner = ShardPlanner(rank=self.rank, world_size=self.world_size, small_nbytes=self.options.lazy_bytes)
         self._opened: _Parts | None = None
         #: Replaces the fence before an optimizer step that the saving thread makes while a copy is pending; called with
@@ -349,12 +352,12 @@ class Checkpointer:
         if nbytes is None:
             if state is None:
                 raise ConfigError("warm_up needs the state that will be saved, or nbytes=")
+            self._warm_ups += 1
             nbytes = self._planner.plan(
                 state,
                 None,
                 host=parts.session.host_part,
-                coordinator=parts.coordinator,
-                agree_timeout=self.options.agree_timeout,
+                agree=self._agree(parts, f"warm_up/{self._warm_ups}"),
             ).nbytes
         self._warm(parts, nbytes, slots, wait_for=slots)
 
@@ -395,8 +398,8 @@ class Checkpointer:
     ) -> Ticket | None:
         """Saves a checkpoint. Every rank calls it at the same step.
 
-        Collective: only at the first save of a sharded (DTensor) structure or of a
-          :class:`~resiliency.checkpoint.write_plan.WritePlan`; otherwise ranks do not communicate.
+        Collective: only for a :class:`~resiliency.checkpoint.write_plan.WritePlan`; otherwise ranks do not communicate,
+          and a save of states whose structures differ is refused by the agent: the tickets of all ranks fail.
         Blocks: while it copies what is not lazy; up to ``options.previous_save_timeout`` when the previous save is not
           recorded yet.
         Safe after return: everything when ``lazy`` is False. Otherwise lazy tensors must not change before
@@ -406,7 +409,8 @@ class Checkpointer:
         Args:
             step: number of the optimizer step, >= 0.
             state: any tree of dicts, lists, tuples, tensors and Python objects. Plain tensors are assumed to be equal
-                on all ranks; each rank writes its share of them. DTensors are written as they are sharded. Or a
+                on all ranks; each rank writes its share of them. DTensors are written as they are sharded, one replica
+                of each, and plain tensors beside them by rank 0. Every rank holds the same keys. Or a
                 :class:`~resiliency.checkpoint.write_plan.WritePlan`: the boxes this rank holds, planned by the caller.
             per_rank: a tree that differs between ranks (RNG, data loader); ``load`` returns to each rank its own.
             names: names by which the step can be loaded, relative to the directory ("step=100.ckpt").
@@ -416,7 +420,8 @@ class Checkpointer:
                 preferred.
             lazy: True, or a function that says for a tensor whether it may be copied in the background.
             replicated: a function that says for a plain tensor whether it is equal on all ranks, so that each rank may
-                write a share of it; the first rank of a host writes the other tensors. None: all are equal.
+                write a share of it; the first rank of a host writes the other tensors. None: all are equal. Beside
+                DTensors rank 0 writes all plain tensors.
             everywhere: send this save to all remote tiers, whatever their intervals.
             trace: records where the time of this save goes, here and in the agent.
 
@@ -462,19 +467,26 @@ class Checkpointer:
         with traced(trace, "wait for the save before"):
             self.fence()
             saves.process_messages()
-            if not self._wait_for_previous(parts, save_id):
-                return None
+            skipped = self._wait_for_previous(parts)
+        agree = self._agree(parts, save_id.dirname)
+        if skipped:
+            saves.skip(save_id, skipped)
+            if isinstance(state, WritePlan):
+                self._planner.leave_out(skipped, agree)
+            return None
         try:
             with traced(trace, "planning"):
                 plan = self._planner.plan(
                     state,
                     request.per_rank,
                     host=session.host_part,
-                    coordinator=parts.coordinator,
-                    agree_timeout=self.options.agree_timeout,
+                    agree=agree,
                     lazy=lazy,
                     replicated=request.replicated,
                 )
+        except LeftOut as reason:
+            saves.skip(save_id, str(reason))
+            return None
         except Exception as error:  # Boundary: the user's classes may raise anything; the caller gets it.
             saves.refuse(save_id, str(error))
             raise
@@ -501,7 +513,7 @@ class Checkpointer:
         )
         snapshot: Snapshot | None = None
         try:
-            in_flight = saves.begin(ticket, request.supersedes)
+            in_flight = saves.begin(ticket, request.supersedes, plan=plan.plan)
             in_flight.undo_schedule = undo_schedule
             if trace is not None:
                 in_flight.trace = trace
@@ -537,21 +549,20 @@ class Checkpointer:
             raise
         return ticket
 
-    def _wait_for_previous(self, parts: _Parts, save: StepId) -> bool:
-        """Waits until the rank's previous shard is recorded; after ``previous_save_timeout`` skips this save, and
-        returns False."""
+    def _wait_for_previous(self, parts: _Parts) -> str:
+        """Waits until the rank's previous shard is recorded, up to ``previous_save_timeout``. Returns why the save
+        cannot begin; "" when it can."""
         saves, in_flight = parts.saves, parts.saves.in_flight
         if parts.session.client.is_down:
-            saves.skip(save, "the checkpoint agent was lost again and again; another one is started every two minutes")
-            return False
+            return "the checkpoint agent was lost again and again; another one is started every two minutes"
         if in_flight is None:
-            return True
+            return ""
         deadline = time.monotonic() + self.options.previous_save_timeout.total_seconds()
         while saves.in_flight is not None and time.monotonic() < deadline:
             parts.session.client.wait_message(max(0.0, deadline - time.monotonic()))
             saves.process_messages()
         if saves.in_flight is None:
-            return True
+            return ""
         if in_flight.sealed_at is not None and time.monotonic() - in_flight.sealed_at > _HUNG_S:
             logger.warning(
                 "rank %d: the checkpoint agent has not recorded step %d for %.0f s; it is ended",
@@ -560,10 +571,10 @@ class Checkpointer:
                 time.monotonic() - in_flight.sealed_at,
             )
             parts.session.client.give_up_agent()
-        saves.skip(
-            save, f"step {in_flight.ticket.step} is not recorded yet; save less often or look at the agent's log"
-        )
-        return False
+        return f"step {in_flight.ticket.step} is not recorded yet; save less often or look at the agent's log"
+
+    def _agree(self, parts: _Parts, topic: str) -> Agree:
+        return Agree(coordinator=parts.coordinator, topic=f"plan/{topic}", timeout=self.options.agree_timeout)
 
     def fence(self) -> float:
         """Waits until no pending copy reads live tensors; call it before anything changes them. Each step of an

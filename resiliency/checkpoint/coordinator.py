@@ -1,4 +1,4 @@
-"""All-gather of small messages between ranks, with a deadline that names the missing ranks.
+"""Exchanges of small messages between ranks, with a deadline that names the missing ranks.
 
 It uses no collective operation of a process group, so that a missing rank causes an error that names it, instead of a
 hang.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import struct
 import time
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -26,7 +27,7 @@ _HEADER = struct.Struct("<III")  # rank, bytes of the message, bytes of this pie
 
 
 class Coordinator(Protocol):
-    """Exchanges messages between the ranks of a job. Thread: one at a time for ``all_gather``, any for ``count``."""
+    """Exchanges messages between the ranks of a job. Thread: one at a time, any for ``count``."""
 
     rank: int
     world_size: int
@@ -40,6 +41,24 @@ class Coordinator(Protocol):
         Args:
             topic: names the exchange in keys and errors.
             data: message of this rank; should be kilobytes, because every rank reads all messages.
+            timeout: counted from this rank's call.
+
+        Raises:
+            Timeout: names the ranks that did not call, or says that the store does not answer.
+        """
+        ...
+
+    def ask_first(
+        self, topic: str, data: bytes, decide: Callable[[list[bytes]], list[bytes]], *, timeout: timedelta
+    ) -> bytes:
+        """Sends a message to rank 0, and returns what rank 0 answers to this rank.
+
+        Collective: yes. Blocks: until every rank has called and rank 0 has decided, up to ``timeout``. Exchanges do not
+        depend on each other: one that some ranks miss fails, and the next one works.
+
+        Args:
+            topic: names the exchange; unique in this start of the job.
+            decide: called on rank 0 with the messages of all ranks, indexed by rank; returns the answer to each.
             timeout: counted from this rank's call.
 
         Raises:
@@ -67,6 +86,11 @@ class SoloCoordinator:
 
     def all_gather(self, topic: str, data: bytes, *, timeout: timedelta) -> list[bytes]:
         return [data]
+
+    def ask_first(
+        self, topic: str, data: bytes, decide: Callable[[list[bytes]], list[bytes]], *, timeout: timedelta
+    ) -> bytes:
+        return decide([data])[0]
 
     def count(self, topic: str, amount: int) -> int:
         self._counts[topic] = self._counts.get(topic, 0) + amount
@@ -128,21 +152,44 @@ class StoreCoordinator:
                 self._wait(f"{base}/complete", deadline)
             messages = self._read(base)
         except RuntimeError as error:  # what every torch store raises
-            raise Timeout(
-                f"rank {self.rank} cannot agree on {topic!r} with the other {self.world_size - 1} ranks: the job's"
-                f" store does not answer ({_first_line(error)}); the process that hosts it, rank 0 or the launcher, has"
-                " ended: look at its log"
-            ) from error
-        missing = sorted(set(range(self.world_size)) - set(messages))
-        if missing:
-            raise Timeout(
-                f"rank {self.rank} waited {timeout.total_seconds():.0f} s for rank(s) {missing} of {self.world_size}"
-                f" to agree on {topic!r};"
-                " they died, hang or did not reach this point: look at their logs"
-            )
+            raise self._no_answer(topic, error) from error
+        self._check_all(topic, messages, timeout)
         if completes and previous:
             self._delete(previous)
         return [messages[rank] for rank in range(self.world_size)]
+
+    def ask_first(
+        self, topic: str, data: bytes, decide: Callable[[list[bytes]], list[bytes]], *, timeout: timedelta
+    ) -> bytes:
+        deadline = time.monotonic() + timeout.total_seconds()
+        base = f"{self._prefix}/ask/{topic}"
+        answer = f"{base}/answer/{self.rank}"
+        try:
+            self._post(base, data)
+            if self._store.add(f"{base}/arrived", 1) == self.world_size:
+                self._store.set(f"{base}/complete", "1")
+            self._wait(f"{base}/complete" if self.rank == 0 else answer, deadline)
+            if self.rank != 0 and self._store.check([answer]):
+                found = bytes(self._store.get(answer))
+                self._delete_keys([answer])
+                return found
+            messages = self._read(base)
+        except RuntimeError as error:  # what every torch store raises
+            raise self._no_answer(topic, error) from error
+        self._check_all(topic, messages, timeout)
+        if self.rank != 0:
+            raise Timeout(
+                f"rank {self.rank} waited {timeout.total_seconds():.0f} s for rank 0 to decide on {topic!r}: look at"
+                " its log"
+            )
+        answers = decide([messages[rank] for rank in range(self.world_size)])
+        try:
+            for rank in range(1, self.world_size):
+                self._store.set(f"{base}/answer/{rank}", answers[rank])
+        except RuntimeError as error:
+            raise self._no_answer(topic, error) from error
+        self._delete(base)
+        return answers[0]
 
     def count(self, topic: str, amount: int) -> int:
         return int(self._store.add(f"{self._prefix}/count/{topic}", amount))
@@ -172,17 +219,37 @@ class StoreCoordinator:
             framed = [self._store.get(key) for key in keys if self._store.check([key])]
         return _unframe(b"".join(framed), where=base)
 
+    def _no_answer(self, topic: str, error: RuntimeError) -> Timeout:
+        return Timeout(
+            f"rank {self.rank} cannot agree on {topic!r} with the other {self.world_size - 1} ranks: the job's store"
+            f" does not answer ({_first_line(error)}); the process that hosts it, rank 0 or the launcher, has ended:"
+            " look at its log"
+        )
+
+    def _check_all(self, topic: str, messages: Collection[int], timeout: timedelta) -> None:
+        """Raises Timeout when the messages of some ranks are missing."""
+        missing = sorted(set(range(self.world_size)) - set(messages))
+        if missing:
+            raise Timeout(
+                f"rank {self.rank} waited {timeout.total_seconds():.0f} s for rank(s) {missing} of {self.world_size}"
+                f" to agree on {topic!r};"
+                " they died, hang or did not reach this point: look at their logs"
+            )
+
     def _delete(self, base: str) -> None:
         keys = [f"{base}/arrived", f"{base}/complete"]
         if self._appends:
             keys.append(f"{base}/messages")
         else:
             keys += [f"{base}/messages/{rank}" for rank in range(self.world_size)]
+        self._delete_keys(keys)
+
+    def _delete_keys(self, keys: Sequence[str]) -> None:
         try:
             for key in keys:
                 self._store.delete_key(key)
         except RuntimeError as error:  # harmless: the store cannot delete, or its host has exited
-            logger.debug("rank %d could not delete the keys below %s: %s", self.rank, base, _first_line(error))
+            logger.debug("rank %d could not delete %s: %s", self.rank, keys[0], _first_line(error))
 
 
 def _frame(rank: int, message: bytes, piece: bytes) -> bytes:

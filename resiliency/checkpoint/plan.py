@@ -1,178 +1,100 @@
-"""Assigns every box of every tensor to exactly one rank that writes it.
+"""Which rank writes which box of a sharded state. Pure: each rank works out the same answer for any rank by itself.
 
-Every rank describes the boxes it holds. torch DCP's ``DefaultSavePlanner`` finds which boxes are replicas of each
-other, assigns each to the rank with the fewest bytes, and refuses tensors with holes or overlaps. Large replicated
-tensors are first cut by rows, so that a few big tensors can be balanced too.
+A leaf with a :class:`~resiliency.state.layouts.Layout` is held in one or more copies; the ranks of one of them write
+their boxes. Large leaves first, each is given to the copy with the fewest bytes so far, so that replicas (HSDP) share
+the writing. A leaf without a layout is held whole by every rank, and rank 0 writes it.
 
-When ranks hold parts of tensors, descriptions are exchanged once per structure. When every tensor is replicated (plain
-DDP), each rank computes the whole plan from its own description, without communication; if ranks differ, so do their
-plan digests, and the step is not committed. In that case the planner checks one description, and the boxes are assigned
-here by the planner's rule. The planner itself would make one pass per rank (12 s for 64 tensors at 64 ranks, on every
-rank), and counts a piece of a tensor as the whole tensor, so its shares would differ more.
+Nothing here depends on the rank that asks, and ranks do not talk to each other: if their states differ, so do their
+digests, and the agent refuses the step.
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
-import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-
-from resiliency.checkpoint.rank_messages import HeldBox
-from resiliency.errors import ConfigError
-from resiliency.state.leaf_kinds import Box, kind_of
-from resiliency.state.tree import dtype_from_name, dtype_name
+from resiliency.state.layouts import Layout
 from resiliency.storage.shard_file import Chunk
 
-__all__ = ["RankShare", "box_nbytes", "describe", "held_box", "itemsize", "plan_writes"]
+__all__ = ["PlannedLeaf", "ShardedPlan"]
 
 
-#: Stand-ins, by item size in bytes, for dtypes in DCP's planner, which only counts bytes and does not know all dtypes.
-_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+class PlannedLeaf(NamedTuple):
+    """What the plan needs to know of a leaf; equal on every rank.
 
-
-def describe(leaves: Mapping[str, Any]) -> tuple[HeldBox, ...]:
-    """This rank's boxes, largest first.
-
-    Args:
-        leaves: leaves by key; they may be on the meta device.
+    Attributes:
+        key: the leaf's key in the state.
+        shape: of the whole tensor.
+        dtype: torch dtype name ("float32").
+        itemsize: bytes per element.
+        layout: which ranks hold which boxes; None: every rank holds the whole tensor, and rank 0 writes it.
     """
-    boxes: list[HeldBox] = []
-    for key, leaf in leaves.items():
-        kind = kind_of(leaf)
-        known = kind.describe(leaf)
-        boxes += [held_box(key, box, known.shape, known.dtype, replicated=kind.replicated) for box in known.boxes]
-    # DCP gives each box to the rank with the fewest bytes so far, which balances well when large boxes come first.
-    return tuple(sorted(boxes, key=lambda box: -box_nbytes(box.sizes, dtype_from_name(box.dtype))))
 
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    layout: Layout | None
 
-def held_box(key: str, box: Box, shape: Sequence[int], dtype: torch.dtype, *, replicated: bool) -> HeldBox:
-    """A box in the form in which ranks report it to each other."""
-    return HeldBox(
-        key=key,
-        offsets=tuple(box.offsets),
-        sizes=tuple(box.sizes),
-        shape=tuple(shape),
-        dtype=dtype_name(dtype),
-        replicated=replicated,
-    )
-
-
-def itemsize(dtype: torch.dtype) -> int:
-    """Bytes per element."""
-    return torch.empty((), dtype=dtype, device="meta").element_size()
-
-
-def box_nbytes(sizes: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes of a box."""
-    return math.prod(sizes) * itemsize(dtype)
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
 
 
 @dataclass(frozen=True)
-class RankShare:
-    """The boxes one rank writes.
+class ShardedPlan:
+    """Which rank writes which box of a sharded state.
 
     Attributes:
-        chunks: boxes this rank writes.
-        digest: hex digest of the boxes of all ranks; equal on every rank.
+        leaves: of the state, by key.
+        writers: for each leaf, the number of the copy that is written.
+        digest: hex digest of the leaves; equal on ranks whose states have the same structure.
     """
 
-    chunks: tuple[Chunk, ...]
+    leaves: tuple[PlannedLeaf, ...]
+    writers: tuple[int, ...]
     digest: str
 
+    @classmethod
+    def of(cls, leaves: Iterable[PlannedLeaf]) -> ShardedPlan:
+        """The plan for a state. Takes some microseconds a leaf, whatever the number of ranks."""
+        # By key, because ranks may hold the same dict in different orders.
+        ordered = tuple(sorted(leaves))
+        digest = hashlib.blake2b(digest_size=8)
+        for leaf in ordered:
+            layout = "" if leaf.layout is None else leaf.layout.digest
+            digest.update(repr((leaf.key, leaf.shape, leaf.dtype, layout)).encode())
+        return cls(ordered, _choose_copies(ordered), digest.hexdigest())
 
-def plan_writes(descriptions: Sequence[Sequence[HeldBox]], *, rank: int) -> RankShare:
-    """Assigns every box to one rank that holds it, balanced by bytes. Pure: same input, same plan on every rank.
+    def boxes_of_rank(self, rank: int) -> tuple[Chunk, ...]:
+        """The boxes that a rank writes, in the order in which they are in its file: by key, those of one tensor by
+        offsets. Takes some microseconds a leaf."""
+        chunks: list[Chunk] = []
+        for (key, shape, dtype, itemsize, layout), writer in zip(self.leaves, self.writers, strict=True):
+            if layout is None:
+                if rank == 0:
+                    chunks.append(Chunk(key, (0,) * len(shape), shape, dtype, itemsize, shape))
+            elif layout.copy_of(rank) == writer:
+                for offsets, sizes in layout.boxes(shape, rank):
+                    chunks.append(Chunk(key, offsets, sizes, dtype, itemsize, shape))
+        return tuple(chunks)
 
-    Args:
-        descriptions: what :func:`describe` returned on each rank, indexed by rank, ``[world_size]``.
-        rank: the rank whose share is returned.
 
-    Raises:
-        ConfigError: ranks disagree about a tensor's shape or dtype, or a tensor has holes or overlaps.
+def _choose_copies(leaves: tuple[PlannedLeaf, ...]) -> tuple[int, ...]:
+    """The number of the copy that is written, for each leaf.
+
+    Leaves whose copies are held by the same ranks are balanced by bytes among them.
     """
-    boxes = [[box for box in mine if all(box.sizes) or not all(box.shape)] for mine in descriptions]
-    dtypes = {box.key: dtype_from_name(box.dtype) for mine in boxes for box in mine}
-    shares = [[_chunk(item, dtypes[item.index.fqn]) for item in plan.items] for plan in _global_plan(boxes)]
-    _check_volume(shares)
-    return _finish(shares, rank)
-
-
-def _check_volume(shares: Sequence[Sequence[Chunk]]) -> None:
-    """Checks that each tensor's boxes cover it exactly; DCP's planner checks this only when there are several plans.
-
-    Raises:
-        ConfigError: a tensor has holes or overlaps.
-    """
-    missing: dict[str, int] = {}
-    for chunk in (chunk for share in shares for chunk in share):
-        missing.setdefault(chunk.key, math.prod(chunk.shape))
-        missing[chunk.key] -= math.prod(chunk.sizes)
-    wrong = next((key for key, elements in missing.items() if elements), None)
-    if wrong is not None:
-        raise ConfigError(
-            f"the ranks' boxes of tensor {wrong!r} have holes or overlap: {abs(missing[wrong])} elements too"
-            f" {'few' if missing[wrong] > 0 else 'many'}; each element must be in one box"
-        )
-
-
-def _global_plan(descriptions: Sequence[Sequence[HeldBox]]) -> list[SavePlan]:
-    known: dict[str, tuple[Any, ...]] = {}
-    plans = []
-    for writer, boxes in enumerate(descriptions):
-        items = []
-        for box in boxes:
-            facts = (box.shape, box.dtype)
-            if known.setdefault(box.key, facts) != facts:
-                raise ConfigError(
-                    f"rank {writer} has tensor {box.key!r} as {facts}, another rank as {known[box.key]}; "
-                    "tensors that differ from rank to rank belong into per_rank"
-                )
-            properties = TensorProperties(dtype=_OF_SIZE[itemsize(dtype_from_name(box.dtype))])
-            stored = ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
-            items.append(
-                WriteItem(
-                    index=MetadataIndex(box.key, torch.Size(box.offsets)),
-                    type=WriteItemType.TENSOR if box.replicated else WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(chunk=stored, properties=properties, size=torch.Size(box.shape)),
-                )
-            )
-        plans.append(SavePlan(items))
-    planner = DefaultSavePlanner(
-        flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=False
-    )
-    planner.set_up_planner({}, is_coordinator=True)
-    try:
-        final, _ = planner.create_global_plan(plans)
-    except ValueError as error:
-        raise ConfigError(
-            f"the ranks' boxes do not make a whole tensor: {error}; the log above names the tensor"
-        ) from error
-    return final
-
-
-def _chunk(item: WriteItem, dtype: torch.dtype) -> Chunk:
-    data = item.tensor_data
-    assert data is not None
-    return Chunk(
-        item.index.fqn,
-        tuple(data.chunk.offsets),
-        tuple(data.chunk.sizes),
-        dtype_name(dtype),
-        itemsize(dtype),
-        tuple(data.size),
-    )
-
-
-def _finish(shares: Sequence[Sequence[Chunk]], rank: int) -> RankShare:
-    digest = hashlib.blake2b(digest_size=8)
-    for writer, chunks in enumerate(shares):
-        for chunk in chunks:
-            digest.update(repr((writer, chunk)).encode())
-    return RankShare(tuple(shares[rank]), digest.hexdigest())
+    writers = [0] * len(leaves)
+    loads: dict[Hashable, list[tuple[int, int]]] = {}
+    for index in sorted(range(len(leaves)), key=lambda index: -leaves[index].nbytes):
+        leaf = leaves[index]
+        if leaf.layout is not None and leaf.layout.copies > 1:
+            heap = loads.setdefault(leaf.layout.copies_key, [(0, copy) for copy in range(leaf.layout.copies)])
+            nbytes, writers[index] = heap[0]
+            heapq.heapreplace(heap, (nbytes + leaf.nbytes, writers[index]))
+    return tuple(writers)

@@ -6,11 +6,13 @@ names the rank and the field; all ranks raise it, because every rank reads every
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
 from resiliency.checkpoint.coordinator import Coordinator
+from resiliency.errors import ConfigError
 from resiliency.runtime.typed_json import decode, encode
 from resiliency.storage.inventory import StepInventory
 from resiliency.storage.sources import BadCopy
@@ -19,12 +21,15 @@ from resiliency.storage.step_id import StepId
 __all__ = [
     "AgentReady",
     "CopyProblem",
-    "HeldBox",
-    "HeldBoxes",
     "InventoryReport",
+    "OfferedBox",
     "ProblemReport",
     "RankJoin",
     "SharedFolder",
+    "WritePlanAnswer",
+    "WritePlanBoxes",
+    "WritePlanHead",
+    "ask_first",
     "gather",
 ]
 
@@ -105,16 +110,15 @@ class CopyProblem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldBox:
-    """A box of a tensor that a rank holds.
+class OfferedBox:
+    """A box of a tensor that a rank's write plan offers.
 
     Attributes:
-        key: the tensor's key in the state.
+        key: of the tensor.
         offsets: first index of the box in each dimension of the whole tensor.
         sizes: shape of the box.
         shape: shape of the whole tensor.
         dtype: torch dtype name ("float32").
-        replicated: every rank holds the whole tensor.
     """
 
     key: str
@@ -122,14 +126,45 @@ class HeldBox:
     sizes: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: str
-    replicated: bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldBoxes:
-    """All boxes that a rank holds of a sharded state."""
+class WritePlanHead:
+    """The first message of a rank to rank 0 at each save of a write plan.
 
-    boxes: tuple[HeldBox, ...]
+    Attributes:
+        known: digest of the decision that this rank has for just these boxes; "" when it has none.
+        problem: why this rank cannot take part; "" when it can.
+        skips: the problem is no error: this rank leaves out the save.
+    """
+
+    known: str = ""
+    problem: str = ""
+    skips: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritePlanBoxes:
+    """All boxes that a rank's write plan offers."""
+
+    boxes: tuple[OfferedBox, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WritePlanAnswer:
+    """What rank 0 answers.
+
+    Attributes:
+        digest: of the decision; "" when all ranks are to send their boxes.
+        mine: numbers of the boxes that the asking rank writes.
+        problem: why nobody can save; "" when all can.
+        skip: the problem is no error: all ranks leave out the save.
+    """
+
+    digest: str = ""
+    mine: tuple[int, ...] = ()
+    problem: str = ""
+    skip: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,3 +187,47 @@ def gather(coordinator: Coordinator, topic: str, message: T, *, timeout: timedel
         return [message]
     answers = coordinator.all_gather(topic, encode(message), timeout=timeout)
     return [decode(type(message), data, what=f"the {topic} of rank {rank}") for rank, data in enumerate(answers)]
+
+
+def ask_first(
+    coordinator: Coordinator,
+    topic: str,
+    message: T,
+    decide: Callable[[Sequence[T]], Sequence[WritePlanAnswer]],
+    *,
+    timeout: timedelta,
+) -> WritePlanAnswer:
+    """Sends a message to rank 0, and returns its answer.
+
+    Collective: yes. Blocks: until every rank has called and rank 0 has decided, up to ``timeout``.
+
+    Args:
+        topic: unique for each exchange.
+        decide: called on rank 0 with the messages of all ranks; returns the answer to each. A ConfigError that it
+            raises is the answer to all.
+
+    Raises:
+        Timeout: names the ranks that did not call.
+        ConfigError: a message of another version of this library; the error names the rank and the field.
+    """
+
+    def answers(messages: Sequence[T]) -> Sequence[WritePlanAnswer]:
+        try:
+            return decide(messages)
+        except ConfigError as error:
+            return [WritePlanAnswer(problem=str(error))] * coordinator.world_size
+
+    if coordinator.world_size == 1:
+        return answers([message])[0]
+
+    def encoded(messages: Sequence[bytes]) -> list[bytes]:
+        try:
+            found = [
+                decode(type(message), data, what=f"the {topic} of rank {rank}") for rank, data in enumerate(messages)
+            ]
+        except ConfigError as error:
+            return [encode(WritePlanAnswer(problem=str(error)))] * coordinator.world_size
+        return [encode(answer) for answer in answers(found)]
+
+    data = coordinator.ask_first(topic, encode(message), encoded, timeout=timeout)
+    return decode(WritePlanAnswer, data, what=f"rank 0's answer to the {topic}")

@@ -24,6 +24,7 @@ from resiliency.checkpoint.snapshot import Snapshot
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
 from resiliency.errors import TierError, TornSnapshot
 from resiliency.events import EventKind
+from resiliency.storage.plan_groups import different_plans
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
 
@@ -37,6 +38,8 @@ _TICKETS = 64
 _COUNT_EVERY_S = 0.05
 #: Added to that count by a rank that gives up its part: larger than any number of ranks.
 _GIVEN_UP = 1 << 32
+#: Ranks whose plan digest one count on the store can hold, a bit each.
+_RANKS_PER_COUNT = 62
 
 
 @dataclass
@@ -44,6 +47,7 @@ class InFlightSave:
     """The save whose shard the agent has not recorded yet; there is at most one.
 
     Attributes:
+        plan: digest of what all ranks write.
         snapshot: its copy, until the fence.
         failure: why the copy failed; set by the copy thread.
         sealed_at: monotonic seconds when the shard was sealed; None: not yet.
@@ -54,6 +58,7 @@ class InFlightSave:
     """
 
     ticket: Ticket
+    plan: str = ""
     snapshot: Snapshot | None = None
     failure: BaseException | None = None
     sealed_at: float | None = None
@@ -76,7 +81,8 @@ class SaveTracker:
         self._counted = not session.together and coordinator.world_size > 1
         self._tickets: dict[StepId, Ticket] = {}
         self._serials: dict[int, int] = {}
-        self._uncounted: set[StepId] = set()
+        #: Saves that this rank has recorded, and not yet all ranks; with the digests of their plans.
+        self._uncounted: dict[StepId, str] = {}
         self._hears_others = True  # until the store that counts does not answer any more
         self._outcomes: list[Outcome] = []
         self.in_flight: InFlightSave | None = None
@@ -95,11 +101,11 @@ class SaveTracker:
         self._serials[step] = serial + 1
         return StepId(step, session.attempt, session.token, serial, session.lineage.line)
 
-    def begin(self, ticket: Ticket, supersedes: Sequence[str]) -> InFlightSave:
+    def begin(self, ticket: Ticket, supersedes: Sequence[str], *, plan: str = "") -> InFlightSave:
         """Registers a started save as the one in flight."""
         self._tickets[ticket.id] = ticket
         self._health.begin(ticket.tiers)
-        self.in_flight = InFlightSave(ticket, supersedes=list(supersedes))
+        self.in_flight = InFlightSave(ticket, plan, supersedes=list(supersedes))
         return self.in_flight
 
     def copy_failed(self, in_flight: InFlightSave, failure: BaseException) -> None:
@@ -212,11 +218,18 @@ class SaveTracker:
             recorded = self._count(step, 0)
             if recorded is None:
                 return
-            if recorded >= _GIVEN_UP:
-                self._given_up(step)
-            elif recorded >= self._coordinator.world_size:
+            reason, everybody = "", range(self._coordinator.world_size)
+            if recorded % _GIVEN_UP >= len(everybody):
+                alike = self._planned_alike(step)
+                if alike is None:
+                    return
+                others = alike.symmetric_difference(everybody)
+                reason = different_plans([alike, others]) if others else ""
+            if reason or recorded >= _GIVEN_UP:
+                self._given_up(step, reason or "another rank gave its part up")
+            elif recorded >= len(everybody):
                 # Older saves that are still incomplete will never be committed, because a rank failed there.
-                self._uncounted = {other for other in self._uncounted if other > step}
+                self._uncounted = {other: plan for other, plan in self._uncounted.items() if other > step}
                 self._session.client.send(Complete(id=step))
 
     def wait(self, timeout_s: float) -> None:
@@ -226,13 +239,27 @@ class SaveTracker:
         self._session.client.wait_message(min(timeout_s, pause))
         self.process_messages()
 
+    def _planned_alike(self, step: StepId) -> set[int] | None:
+        """The ranks whose plan of a save that all have recorded is that of this rank; None as for :meth:`_add`."""
+        found: set[int] = set()
+        for first in range(0, self._coordinator.world_size, _RANKS_PER_COUNT):
+            bits = self._add(_plan_topic(step, self._uncounted[step], first), 0)
+            if bits is None:
+                return None
+            found.update(first + bit for bit in range(_RANKS_PER_COUNT) if bits >> bit & 1)
+        return found
+
     def _count(self, step: StepId, amount: int) -> int | None:
-        """Adds to the number of ranks that have recorded a save, and returns it.
+        """Adds to the number of ranks that have recorded a save, and returns it; None as for :meth:`_add`."""
+        return self._add(f"recorded/{step.dirname}", amount)
+
+    def _add(self, topic: str, amount: int) -> int | None:
+        """Adds to a count of the job's store, and returns it.
 
         None when the store does not answer (rank 0 has exited); then this rank stops waiting for other ranks.
         """
         try:
-            return self._coordinator.count(f"recorded/{step.dirname}", amount)
+            return self._coordinator.count(topic, amount)
         except RuntimeError as error:  # what every torch store raises
             logger.info(
                 "rank %d: the job's store does not answer (%s); no longer waiting for records of other hosts",
@@ -240,7 +267,7 @@ class SaveTracker:
                 error,
             )
             self._hears_others = False
-            waiting, self._uncounted = self._uncounted, set()
+            waiting, self._uncounted = self._uncounted, {}
             if self._session.client.config.shared:
                 # In a shared folder the agent itself sees which steps have all records.
                 for other in sorted(waiting):
@@ -249,16 +276,16 @@ class SaveTracker:
 
     def _give_up(self, step: StepId, reason: str) -> None:
         """Tells the agent, and the ranks that wait for this rank's part, that the part will not come."""
-        self._uncounted.discard(step)
+        self._uncounted.pop(step, None)
         if self._counted:
             self._count(step, _GIVEN_UP)
         if self._coordinator.world_size > 1:
             self._session.client.send(GiveUp(id=step, reason=reason))
 
-    def _given_up(self, step: StepId) -> None:
-        """Handles that another rank has given up its part of a save: the step will never be whole."""
-        self._uncounted.discard(step)
-        ticket, reason = self._tickets.get(step), "another rank gave its part up"
+    def _given_up(self, step: StepId, reason: str) -> None:
+        """Handles that a step will never be whole, because of other ranks."""
+        self._uncounted.pop(step, None)
+        ticket = self._tickets.get(step)
         if ticket is None or ticket.failed:
             return
         self._session.client.send(GiveUp(id=step, reason=reason))
@@ -287,11 +314,13 @@ class SaveTracker:
         return in_flight
 
     def _recorded(self, step: StepId) -> None:
-        self._land(step)
+        landed = self._land(step)
         if step in self._tickets:
             self._tickets[step].mark_reached(Stage.RECORDED)
         if self._counted and step not in self._uncounted:  # else Ctrl-C came, and the message a second time
-            self._uncounted.add(step)
+            plan = self._uncounted[step] = landed.plan if landed is not None else ""
+            first = self._rank - self._rank % _RANKS_PER_COUNT
+            self._add(_plan_topic(step, plan, first), 1 << self._rank - first)
             self._count(step, 1)
 
     def _reached(self, step: StepId, stage: Stage, tier: str) -> None:
@@ -326,7 +355,7 @@ class SaveTracker:
                 self._health.not_durable(step, reason)
             else:
                 self._health.fail(step, reason, kind="agent", own=in_flight is not None)
-                self._uncounted.discard(message.id)
+                self._uncounted.pop(message.id, None)
                 if self._counted:
                     self._count(message.id, _GIVEN_UP)
         self._outcomes.append(
@@ -339,6 +368,11 @@ class SaveTracker:
                 retrying=message.retrying,
             )
         )
+
+
+def _plan_topic(step: StepId, plan: str, first: int) -> str:
+    """The count whose bits are the ranks, from ``first`` on, that have recorded a save with this plan."""
+    return f"recorded/{step.dirname}/{plan}/{first}"
 
 
 def _is_on_its_way(ticket: Ticket) -> bool:

@@ -6,16 +6,19 @@ that follow from their sizes, so that every rank knows where its part goes witho
 the first rank of the host knows (small tensors, Python objects). Every other rank writes a small shard with its own
 data.
 
-A state of which ranks hold parts (DTensors, a :class:`WritePlan`) is *sharded*: each rank writes one shard with its
-boxes, as :mod:`resiliency.checkpoint.plan` assigns them.
+A state of which ranks hold parts is *sharded*: each rank writes one shard with its boxes. Of a state tree with DTensors
+every rank works out for itself what it writes (:mod:`resiliency.checkpoint.plan`); only for a caller's own
+:class:`WritePlan` do the ranks agree (:mod:`resiliency.checkpoint.write_agreement`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,25 +27,27 @@ import torch
 from torch import Tensor
 
 from resiliency.checkpoint.coordinator import Coordinator
-from resiliency.checkpoint.plan import RankShare, describe, held_box, plan_writes
-from resiliency.checkpoint.rank_messages import HeldBox, HeldBoxes, gather
+from resiliency.checkpoint.plan import PlannedLeaf, ShardedPlan
+from resiliency.checkpoint.rank_messages import OfferedBox
 from resiliency.checkpoint.shard_writer import FilePlan, OwnState, ShardPlan, StateFile
+from resiliency.checkpoint.write_agreement import Agreed, LeftOut, WriteAgreement
 from resiliency.checkpoint.write_plan import WritePlan
 from resiliency.errors import ConfigError
 from resiliency.state.leaf_kinds import Box, has_memory, kind_of, kind_of_class, refusal
 from resiliency.state.structure import Structure, dump, without_refused
-from resiliency.state.tree import count_leaves, dtype_from_name, keyed_leaves
+from resiliency.state.tree import count_leaves, dtype_from_name, dtype_name, keyed_leaves
 from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.shard_file import (
     CHUNKS,
     DATA_PICKLE,
     IDENTITY_BYTES,
     STRUCTURE,
+    Chunk,
     chunks_to_json,
     lay_out_storages,
 )
 
-__all__ = ["HostPart", "ShardPlanner", "Wanted"]
+__all__ = ["Agree", "HostPart", "ShardPlanner", "Wanted"]
 
 #: True or False for all tensors, or a function of the tensor.
 Wanted = bool | Callable[[Tensor], bool]
@@ -61,6 +66,21 @@ class HostPart:
 
     writers: int = 1
     index: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agree:
+    """How the ranks agree on a write plan.
+
+    Attributes:
+        coordinator: exchanges messages with rank 0.
+        topic: unique for each save of this start.
+        timeout: how long to wait for the other ranks.
+    """
+
+    coordinator: Coordinator
+    topic: str
+    timeout: timedelta
 
 
 @dataclass(frozen=True)
@@ -87,13 +107,41 @@ class _CachedLayout:
 
 
 @dataclass(frozen=True)
-class _CachedShare:
-    """The boxes of this rank at the last exchange, the share that was planned from all boxes, and the keys of all
-    ranks."""
+class _CachedFile:
+    """What follows from the boxes that this rank writes; kept while they stay."""
 
-    boxes: tuple[HeldBox, ...]
-    share: RankShare
-    keys: tuple[str, ...]
+    chunks: tuple[Chunk, ...]
+    file: FilePlan
+    nbytes: tuple[int, ...]
+    large: tuple[bool, ...]
+    stored: Mapping[str, Chunk]
+    flat: Structure
+
+    @functools.cached_property
+    def entries(self) -> tuple[bytes, bytes]:
+        """The pickle for torch.load and the table of the boxes. Thread: the one that writes the tail."""
+        return self.flat.data_pickle(), chunks_to_json(self.stored)
+
+
+@dataclass(frozen=True)
+class _CachedSharded:
+    """What follows from the structure of a sharded state tree.
+
+    Attributes:
+        signature: equal for all states that this fits.
+        plan: digest of what all ranks write.
+        mine: for each box that this rank writes, the number of its leaf, the box, and the dtype.
+        table: the keys of the leaves, in the order of the structure, as JSON.
+        file: what this rank writes.
+        structure: the structure that this was made from.
+    """
+
+    signature: object
+    plan: str
+    mine: tuple[tuple[int, Box, torch.dtype], ...]
+    table: bytes
+    file: _CachedFile
+    structure: Structure
 
 
 class ShardPlanner:
@@ -108,7 +156,9 @@ class ShardPlanner:
         self._rank, self._world_size = rank, world_size
         self._small_nbytes = small_nbytes
         self._cached_layout: _CachedLayout | None = None
-        self._cached_share: _CachedShare | None = None
+        self._cached_sharded: _CachedSharded | None = None
+        self._cached_given: _CachedFile | None = None
+        self._agreement = WriteAgreement()
 
     def plan(
         self,
@@ -116,31 +166,37 @@ class ShardPlanner:
         per_rank: Any,
         *,
         host: HostPart,
-        coordinator: Coordinator,
-        agree_timeout: timedelta,
+        agree: Agree,
         lazy: Wanted = False,
         replicated: Callable[[Tensor], bool] | None = None,
     ) -> ShardPlan:
         """Plans a save.
 
-        Collective: only with more than one rank, at the first save of a structure with sharded tensors or of a
-        :class:`WritePlan`. Blocks: up to ``agree_timeout`` then.
+        Collective: only for a :class:`WritePlan`. Blocks: up to ``agree.timeout`` then.
 
         Args:
             state: a state tree, or a :class:`WritePlan`.
             per_rank: this rank's own tree.
             host: what this rank writes of shard 0.
+            agree: how the ranks agree on a :class:`WritePlan`.
             lazy: which tensors of the state may be copied late; called for large ones only.
-            replicated: which plain tensors of a state tree are equal on all ranks; None: all.
+            replicated: which plain tensors of a state tree are equal on all ranks; None: all. Of a state with sharded
+                tensors rank 0 writes all plain tensors.
 
         Raises:
             ConfigError: a state that cannot be stored.
+            LeftOut: another rank leaves out the save of this write plan.
+            Timeout: a rank does not take part in a write plan.
         """
-        own = OwnState.of(_dump_own(per_rank))
         if isinstance(state, WritePlan):
-            if replicated is not None:
-                raise ConfigError("replicated= is for state trees; a WritePlan says what each rank holds")
-            return self._plan_given(state, own, lazy, coordinator, agree_timeout)
+            return self._plan_given(state, per_rank, lazy, replicated, agree)
+        own = OwnState.of(_dump_own(per_rank))
+        if self._cached_sharded is not None:
+            # Most likely it is sharded again; otherwise this was done for nothing.
+            structure = dump(state, is_leaf=_is_leaf)
+            if any(map(_is_sharded, set(map(type, structure.leaves)))):
+                return self._plan_sharded(state, structure, own, lazy)
+            self._cached_sharded = None
         try:
             structure = dump(state, is_leaf=_is_sharded)
         except ConfigError:
@@ -150,8 +206,17 @@ class ShardPlanner:
             # no error.
             structure = dump(without_refused(state, is_leaf=_is_sharded), is_leaf=_is_sharded)
         if structure.leaves:
-            return self._plan_sharded(state, own, lazy, coordinator, agree_timeout)
+            # Every tensor is a leaf, because plain ones are stored as boxes, too.
+            return self._plan_sharded(state, dump(state, is_leaf=_is_leaf), own, lazy)
         return self._plan_replicated(state, structure, own, lazy, replicated, host)
+
+    def leave_out(self, reason: str, agree: Agree) -> None:
+        """Tells the other ranks that this one leaves out the save of a write plan, so that they do not wait for it.
+
+        Collective: yes, with the :meth:`plan` of the others. Blocks: up to ``agree.timeout``.
+        """
+        with contextlib.suppress(LeftOut, ConfigError):
+            self._agree((), (), agree, problem=reason, skips=True)
 
     def estimate(self, tensors: Mapping[str, Tensor], *, host: HostPart) -> int:
         """An upper estimate, in bytes, of the file that this rank takes part in writing, for tensors that may be on the
@@ -250,68 +315,143 @@ class ShardPlanner:
 
     # -- a sharded state ----------------------------------------------------------------------------------------------
 
-    def _plan_sharded(
-        self, state: Any, own: OwnState, lazy: Wanted, coordinator: Coordinator, agree_timeout: timedelta
-    ) -> ShardPlan:
-        # Plain tensors, too, are described and divided between ranks: every tensor is a leaf.
-        structure = dump(state, is_leaf=_is_leaf)
-        keys = {id(leaf): key for key, leaf in reversed(keyed_leaves(state).items())}
+    def _plan_sharded(self, state: Any, structure: Structure, own: OwnState, lazy: Wanted) -> ShardPlan:
+        found = keyed_leaves(state)
+        leaves = list(found.values())
+        signature = [(key, kind_of(leaf).structure(leaf)) for key, leaf in found.items()]
+        identities = list(map(id, leaves))
+        # A leaf in several places is stored once. Which places these are is part of the structure.
+        places = dict(zip(reversed(identities), range(len(leaves) - 1, -1, -1), strict=True))
+        order = [places.get(id(leaf), -1) for leaf in structure.leaves]
+        uses = [structure.leaf_uses[id(leaf)] for leaf in structure.leaves]
+        cached = self._cached_sharded
+        if cached is None or cached.signature != (signature, order, uses):
+            self._cached_sharded = None
+            cached = self._lay_out_sharded(state, structure, found, order, (signature, order, uses))
+            self._cached_sharded = cached
+        structure.reuse(cached.structure)
+        sources = [_source(signature[number][0], leaves[number], box, dtype) for number, box, dtype in cached.mine]
+
+        def entries() -> list[tuple[str, bytes]]:
+            return [(STRUCTURE, cached.table + b"\n" + structure.data_pickle())] if self._rank == 0 else []
+
+        # Torch counts changes of a DTensor in the DTensor itself, not in the local tensor that is copied.
+        counted = [
+            leaves[number] if isinstance(leaves[number], Tensor) else source
+            for (number, _, _), source in zip(cached.mine, sources, strict=True)
+        ]
+        return self._sharded(cached.plan, cached.file, sources, entries, own, lazy, counted=counted)
+
+    def _lay_out_sharded(
+        self, state: Any, structure: Structure, found: Mapping[str, Any], order: Sequence[int], signature: object
+    ) -> _CachedSharded:
+        """Checks a sharded state of a new structure, and works out what this rank writes.
+
+        Raises:
+            ConfigError: the state cannot be stored.
+        """
         if structure.extents:
             raise ConfigError("a state with sharded tensors holds a bare torch storage; store it as a tensor")
-        leaves: dict[str, Any] = {}
-        given: dict[str, Tensor] = {}
-        for leaf in structure.leaves:
-            key = keys.get(id(leaf))
-            if key is None:
+        keys = list(found)
+        for leaf, number in zip(structure.leaves, order, strict=True):
+            if number < 0:
                 raise ConfigError(
                     f"a {type(leaf).__qualname__} is inside an object that is no dict, list or tuple; a state with"
                     " sharded tensors may hold tensors in those only"
                 )
-            leaves[key] = kind_of(leaf).detach(leaf, key)
-            if isinstance(leaf, Tensor):
-                given[key] = leaf
-        _refuse_hidden(state, structure, keys)
-        agreed = self._agree(describe(leaves), coordinator, agree_timeout)
-        sources = [
-            _source(chunk.key, leaves[chunk.key], Box(chunk.offsets, chunk.sizes)) for chunk in agreed.share.chunks
-        ]
-        entries: list[tuple[str, bytes]] = []
-        if self._rank == 0:
-            table = [keys[id(leaf)] for leaf in structure.leaves]
-            entries = [(STRUCTURE, json.dumps(table).encode() + b"\n" + structure.data_pickle())]
-        # Torch counts changes of a DTensor in the DTensor itself, not in the local tensor that is copied.
-        counted = [given.get(chunk.key, source) for chunk, source in zip(agreed.share.chunks, sources, strict=True)]
-        return self._sharded(agreed.share, sources, entries, own, lazy, counted=counted)
+        _refuse_hidden(
+            state, structure, {id(leaf): keys[number] for leaf, number in zip(structure.leaves, order, strict=True)}
+        )
+        planned: list[PlannedLeaf] = []
+        for number in order:
+            key, leaf = keys[number], found[keys[number]]
+            kind_of(leaf).detach(leaf, key)  # refuses what cannot be stored
+            planned.append(_planned(key, leaf, self._rank))
+        plan = ShardedPlan.of(planned)
+        chunks = plan.boxes_of_rank(self._rank)
+        numbers = {key: number for number, key in enumerate(keys)}
+        return _CachedSharded(
+            signature=signature,
+            plan=plan.digest,
+            mine=tuple(
+                (numbers[chunk.key], Box(chunk.offsets, chunk.sizes), dtype_from_name(chunk.dtype)) for chunk in chunks
+            ),
+            table=json.dumps([keys[number] for number in order]).encode(),
+            file=self._lay_out_file(chunks),
+            # without parts that would keep the tensors of this save in memory
+            structure=dataclasses.replace(structure, extents=[], leaves=[], _template=b""),
+        )
 
     def _plan_given(
-        self, given: WritePlan, own: OwnState, lazy: Wanted, coordinator: Coordinator, agree_timeout: timedelta
+        self,
+        given: WritePlan,
+        per_rank: Any,
+        lazy: Wanted,
+        replicated: Callable[[Tensor], bool] | None,
+        agree: Agree,
     ) -> ShardPlan:
-        held = {(chunk.key, chunk.offsets): chunk.tensor.detach() for chunk in given.chunks}
-        for (key, _), tensor in held.items():
-            if not has_memory(tensor):  # it may have been freed since the write plan was made
-                raise refusal(tensor, key)
         boxes = tuple(
-            held_box(chunk.key, chunk.box, chunk.shape or (), chunk.tensor.dtype, replicated=False)
+            OfferedBox(
+                key=chunk.key,
+                offsets=chunk.offsets,
+                sizes=chunk.box.sizes,
+                shape=chunk.shape or (),
+                dtype=dtype_name(chunk.tensor.dtype),
+            )
             for chunk in given.chunks
         )
-        agreed = self._agree(boxes, coordinator, agree_timeout)
-        sources = [held[chunk.key, chunk.offsets] for chunk in agreed.share.chunks]
-        # Every rank checks its objects, so that all ranks refuse a state that rank 0 would refuse.
-        objects = _flat_structure(agreed.keys, given.objects)
-        entries = [(STRUCTURE, objects)] if self._rank == 0 else []
-        return self._sharded(agreed.share, sources, entries, own, lazy)
+        # What only this rank cannot store is refused by all, and none waits for it.
+        own, problem = None, ""
+        try:
+            if replicated is not None:
+                raise ConfigError("replicated= is for state trees; a WritePlan says what each rank holds")
+            own = OwnState.of(_dump_own(per_rank))
+            for chunk in given.chunks:
+                if not has_memory(chunk.tensor):  # it may have been freed since the write plan was made
+                    raise refusal(chunk.tensor, chunk.key)
+            _check_objects(given.objects)
+        except ConfigError as error:
+            problem = str(error)
+        agreed = self._agree(boxes, tuple(given.objects), agree, problem=problem)
+        assert own is not None  # else the ranks would have agreed on the problem
+        written = [given.chunks[number] for number in agreed.mine]
+        sources = [chunk.tensor.detach() for chunk in written]
+        chunks = tuple(
+            Chunk(
+                chunk.key,
+                chunk.offsets,
+                chunk.box.sizes,
+                dtype_name(chunk.tensor.dtype),
+                chunk.tensor.dtype.itemsize,
+                chunk.shape or (),
+            )
+            for chunk in written
+        )
+        if self._cached_given is None or self._cached_given.chunks != chunks:
+            self._cached_given = self._lay_out_file(chunks)
+        objects = [(STRUCTURE, _flat_structure(agreed.keys, given.objects))] if self._rank == 0 else []
+        return self._sharded(agreed.digest, self._cached_given, sources, lambda: list(objects), own, lazy)
 
-    def _sharded(
+    def _agree(
         self,
-        share: RankShare,
-        sources: Sequence[Tensor],
-        entries: Sequence[tuple[str, bytes]],
-        own: OwnState,
-        lazy: Wanted,
+        boxes: tuple[OfferedBox, ...],
+        objects: Collection[str],
+        agree: Agree,
         *,
-        counted: Sequence[Tensor] = (),
-    ) -> ShardPlan:
-        chunks = share.chunks
+        problem: str,
+        skips: bool = False,
+    ) -> Agreed:
+        return self._agreement.agree(
+            boxes,
+            objects=objects,
+            coordinator=agree.coordinator,
+            topic=agree.topic,
+            timeout=agree.timeout,
+            problem=problem,
+            skips=skips,
+        )
+
+    def _lay_out_file(self, chunks: tuple[Chunk, ...]) -> _CachedFile:
         # For torch.load: a flat dict of what this file holds. The stand-in tensors have the sizes of the chunks and are
         # in the same order, so storage i is chunk i.
         flat = dump(
@@ -324,51 +464,77 @@ class ShardPlanner:
         )
         keys = flat.set_keys(range(len(chunks)))
         layout = lay_out_storages([(key, chunk.nbytes) for key, chunk in zip(keys, chunks, strict=True)])
-        extents = [(source, 0, chunk.nbytes) for source, chunk in zip(sources, chunks, strict=True)]
-        late: Sequence[bool] | None = None
-        if lazy is not False:
-            late = [
-                chunk.nbytes >= self._small_nbytes and (lazy is True or bool(lazy(source)))
-                for chunk, source in zip(chunks, sources, strict=True)
-            ]
-        stored = dict(zip(keys, chunks, strict=True))
+        return _CachedFile(
+            chunks=chunks,
+            file=FilePlan.of(layout, shared_end=IDENTITY_BYTES, block_bytes=BLOCK_BYTES, writers=1, index=0),
+            nbytes=tuple(chunk.nbytes for chunk in chunks),
+            large=tuple(chunk.nbytes >= self._small_nbytes for chunk in chunks),
+            stored=dict(zip(keys, chunks, strict=True)),
+            flat=dataclasses.replace(flat, extents=[]),
+        )
+
+    def _sharded(
+        self,
+        plan: str,
+        cached: _CachedFile,
+        sources: Sequence[Tensor],
+        entries: Callable[[], list[tuple[str, bytes]]],
+        own: OwnState,
+        lazy: Wanted,
+        *,
+        counted: Sequence[Tensor] = (),
+    ) -> ShardPlan:
+        late: Sequence[bool] | None = None if lazy is False else cached.large
+        if late is not None and not isinstance(lazy, bool):
+            late = [large and bool(lazy(source)) for large, source in zip(late, sources, strict=True)]
 
         def tail() -> list[tuple[str, bytes]]:
-            return [(DATA_PICKLE, flat.data_pickle()), *entries, (CHUNKS, chunks_to_json(stored))]
+            flat, table = cached.entries
+            return [(DATA_PICKLE, flat), *entries(), (CHUNKS, table)]
 
         return ShardPlan(
             replicated=False,
-            plan=share.digest,
+            plan=plan,
             own=own,
             file=StateFile(
-                plan=FilePlan.of(layout, shared_end=IDENTITY_BYTES, block_bytes=BLOCK_BYTES, writers=1, index=0),
-                extents=extents,
-                storages=range(len(chunks)),
+                plan=cached.file,
+                extents=[
+                    (source, _address(source), nbytes) for source, nbytes in zip(sources, cached.nbytes, strict=True)
+                ],
+                storages=range(len(cached.chunks)),
                 lazy=late,
                 counted=counted,
-                on_cuda=any(source.is_cuda for source in sources),
+                on_cuda=any([source.is_cuda for source in sources]),
                 tail=tail,
-                key_of=lambda index: chunks[index].key,
+                key_of=lambda index: cached.chunks[index].key,
             ),
         )
 
-    def _agree(self, boxes: tuple[HeldBox, ...], coordinator: Coordinator, agree_timeout: timedelta) -> _CachedShare:
-        """Plans which rank writes which box. Collective when the boxes of any rank have changed.
 
-        Raises:
-            ConfigError: the boxes of the ranks do not fit together.
-            Timeout: a rank is missing.
-        """
-        known = self._cached_share
-        if known is None or known.boxes != boxes:
-            described = [boxes]
-            if self._world_size > 1:
-                messages = gather(coordinator, "plan", HeldBoxes(boxes=boxes), timeout=agree_timeout)
-                described = [message.boxes for message in messages]
-            share = plan_writes(described, rank=self._rank)
-            keys = tuple(dict.fromkeys(box.key for of_rank in described for box in of_rank))
-            known = self._cached_share = _CachedShare(boxes, share, keys)
-        return known
+def _address(source: Tensor) -> int:
+    """Where the elements lie in C order; 0: they do not."""
+    return source.data_ptr() if source.is_contiguous() and not source.is_conj() else 0
+
+
+def _planned(key: str, leaf: Any, rank: int) -> PlannedLeaf:
+    """What the plan needs of a leaf.
+
+    Raises:
+        ConfigError: its kind contradicts itself.
+    """
+    kind = kind_of(leaf)
+    try:
+        known = kind.describe(leaf)
+    except ConfigError as error:
+        raise ConfigError(f"tensor {key!r}: {error}") from error
+    if known.layout is None and not kind.replicated:
+        raise ConfigError(f"tensor {key!r}: leaf kind {kind.name!r} is not replicated, so it must describe a layout")
+    if known.layout is not None and set(known.layout.boxes(known.shape, rank)) != set(known.boxes):
+        raise ConfigError(
+            f"tensor {key!r}: this process holds boxes {list(known.boxes)}, but by its layout rank {rank} holds"
+            f" {list(known.layout.boxes(known.shape, rank))}; the ranks of its mesh must be those of the checkpointer"
+        )
+    return PlannedLeaf(key, known.shape, dtype_name(known.dtype), known.dtype.itemsize, known.layout)
 
 
 def _refuse_hidden(state: Any, structure: Structure, keys: Mapping[int, str]) -> None:
@@ -436,24 +602,27 @@ def _is_leaf(class_: type) -> bool:
     return kind_of_class(class_) is not None
 
 
-def _flat_structure(keys: Sequence[str], objects: Mapping[str, Any]) -> bytes:
-    """The structure of a flat dict with a tensor under each of ``keys``, and with ``objects``.
+def _check_objects(objects: Mapping[str, Any]) -> None:
+    """Refuses objects that a write plan cannot hold.
 
     Raises:
-        ConfigError: an object cannot be stored, holds a tensor, or has the key of a tensor.
+        ConfigError: an object cannot be stored, or holds a tensor.
     """
     for key, value in objects.items():
         flat = dump(value, is_leaf=_is_leaf)
-        if flat.leaves or flat.extents or key in keys:
-            what = "has the key of a tensor" if key in keys else "holds a tensor, which belongs into a chunk"
-            raise ConfigError(f"the object {key!r} {what}")
+        if flat.leaves or flat.extents:
+            raise ConfigError(f"the object {key!r} holds a tensor, which belongs into a chunk")
+
+
+def _flat_structure(keys: Sequence[str], objects: Mapping[str, Any]) -> bytes:
+    """The structure of a flat dict with a tensor under each of ``keys``, and with ``objects``."""
     stand_ins = {key: torch.empty(0, device="cpu") for key in keys}
     structure = dump({**stand_ins, **objects}, is_leaf=_is_leaf)
     return json.dumps(list(keys)).encode() + b"\n" + structure.data_pickle()
 
 
-def _source(key: str, leaf: Any, box: Box) -> Tensor:
-    """The tensor whose memory a chunk is copied from.
+def _source(key: str, leaf: Any, box: Box, dtype: torch.dtype) -> Tensor:
+    """The tensor whose memory a box is copied from.
 
     Raises:
         ConfigError: the leaf kind returned a tensor that does not fit the box.
@@ -464,11 +633,11 @@ def _source(key: str, leaf: Any, box: Box) -> Tensor:
     except ConfigError as error:
         raise ConfigError(f"tensor {key!r}: {error}") from error
     # Checked, because the copy reads this many bytes from the tensor's address, and would read other memory.
-    if type(leaf) is not Tensor:
-        dtype = kind.describe(leaf).dtype
-        if tuple(local.shape) != tuple(box.sizes) or local.dtype != dtype or not has_memory(local):
-            raise ConfigError(
-                f"tensor {key!r}: leaf kind {kind.name!r} gave {local.dtype} {tuple(local.shape)} for a box of"
-                f" {dtype} {tuple(box.sizes)}"
-            )
+    if local.shape != box.sizes or local.dtype != dtype or not has_memory(local):
+        if kind.replicated:
+            raise refusal(local, key)
+        raise ConfigError(
+            f"tensor {key!r}: leaf kind {kind.name!r} gave {local.dtype} {tuple(local.shape)} for a box of"
+            f" {dtype} {tuple(box.sizes)}, or a tensor without memory"
+        )
     return local

@@ -67,9 +67,9 @@ class WriteChunk:
 class WritePlan:
     """What this rank offers to one save. All ranks together must offer every element of every tensor.
 
-    Boxes are exchanged at the first save of a plan, and whenever a rank's boxes change; all ranks must change theirs at
-    the same save. A box that several ranks offer is written by one of them; boxes that overlap in any other way are
-    refused.
+    Rank 0 decides who writes what. Every save is collective: each rank sends rank 0 a digest, and its boxes when those
+    of any rank have changed. A box that several ranks offer is written by one of them; boxes that overlap in any other
+    way are refused. What one rank cannot save is refused on all ranks.
 
     ``load()`` of such a step returns a flat dict: each tensor under its key, then the objects.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["MEMO_BYTES", "MEMO_FROM", "STORAGE_CLASSES", "Table", "describe_all"]
+__all__ = ["MEMO_BYTES", "MEMO_FROM", "STORAGE_CLASSES", "LeafMark", "Table", "describe_all"]
 
 #: torch's storage class for each dtype; tensors of other dtypes are described by torch itself.
 STORAGE_CLASSES: Mapping[torch.dtype, str] = {
@@ -31,6 +31,10 @@ class Table(tuple[Any, ...]):
     dicts each key is (key, keys of the inner dict)."""
 
 
+class LeafMark(str):
+    """The key of the storage of the empty tensor that stands for a leaf."""
+
+
 #: Numbers in the pickle's memo from MEMO_FROM on are used for names in tables. The pickle's own numbers stay below
 #: that, because each of its memo entries takes at least MEMO_BYTES bytes of the pickle.
 MEMO_FROM, MEMO_BYTES = 1 << 16, 4
@@ -48,6 +52,8 @@ def describe_all(
     return [
         _describe_table(entry, storages, keys, memo)
         if isinstance(entry, Table)
+        else _describe((0, torch.uint8, (0,), False), (0, "cpu"), entry, None)
+        if isinstance(entry, LeafMark)
         else _describe(entry, storages[entry[0]], keys[entry[0]], None)
         for entry in entries
     ]

@@ -26,7 +26,7 @@ from torch.nn import Parameter
 from torch.storage import TypedStorage, UntypedStorage
 
 from resiliency.errors import ConfigError
-from resiliency.state.describe import MEMO_BYTES, MEMO_FROM, STORAGE_CLASSES, Table, describe_all
+from resiliency.state.describe import MEMO_BYTES, MEMO_FROM, STORAGE_CLASSES, LeafMark, Table, describe_all
 from resiliency.storage.shard_file import LEAF_PREFIX
 
 __all__ = ["Structure", "WithoutMemory", "dump", "without_refused"]
@@ -516,10 +516,10 @@ class _FullPickler(_Pickler):
 
         def reduce(obj: Any) -> Any:
             if is_leaf is not None and is_leaf(type(obj)):
+                self.tensors.append(LeafMark(f"{LEAF_PREFIX}{len(self.leaves)}"))
                 self.leaves.append(obj)
                 self.leaf_uses[id(obj)] = 1
-                standing = _LeafStorage(f"{LEAF_PREFIX}{len(self.leaves) - 1}")
-                return _rebuild_tensor, (standing, 0, (0,), (1,), False, OrderedDict())
+                return _rebuild_tensor, (self.base | len(self.tensors) - 1,)
             if type(obj) in _STORAGES:
                 return NotImplemented
             if isinstance(obj, Tensor) and type(obj) not in (Tensor, Parameter):
@@ -530,10 +530,10 @@ class _FullPickler(_Pickler):
         self.reducer_override = reduce
 
     def persistent_id(self, obj: Any) -> Any:
+        if type(obj) in _NEVER_PERSISTENT:  # for speed: it is called for every object
+            return None
         if id(obj) in self.leaf_uses:  # a further reference; at the first one reduce has not registered the leaf yet
             self.leaf_uses[id(obj)] += 1
-        if isinstance(obj, _LeafStorage):
-            return ("storage", torch.ByteStorage, obj.key, "cpu", 0)
         if isinstance(obj, TypedStorage):
             typed: Any = obj
             index = self._add_storage(obj._untyped_storage, obj.dtype)
@@ -582,8 +582,4 @@ def _location(tensor: Tensor) -> str:
     return str(torch.serialization.location_tag(tensor.untyped_storage()))
 
 
-class _LeafStorage:
-    """The storage of the empty tensor that stands for a leaf."""
-
-    def __init__(self, key: str) -> None:
-        self.key = key
+_NEVER_PERSISTENT = frozenset({str, int, tuple, bool, float, dict})

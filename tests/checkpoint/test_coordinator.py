@@ -365,3 +365,44 @@ def test_messages_are_found_again_whatever_bytes_they_hold(monkeypatch: pytest.M
     messages = [b"", b"\0\n 1 2", bytes(range(256)), b"abc", b"abcd"]
     run = run_ranks(len(messages), lambda rank, c: c.all_gather("x", messages[rank], timeout=LONG))
     assert run == [messages] * len(messages)
+
+
+# ---- rank 0 answers
+
+
+def reversed_each(messages: list[bytes]) -> list[bytes]:
+    return [message[::-1] for message in messages]
+
+
+def test_each_rank_gets_its_own_answer(coordinators: list[StoreCoordinator]) -> None:
+    def work(rank: int) -> list[bytes]:
+        return [
+            coordinators[rank].ask_first(f"save {number}", b"%d:%d" % (number, rank), reversed_each, timeout=LONG)
+            for number in (1, 2)
+        ]
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        found = list(pool.map(work, range(RANKS)))
+    assert found == [[b"%d:1" % rank, b"%d:2" % rank] for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_an_exchange_that_a_rank_misses_names_it_and_the_next_one_works(
+    coordinators: list[StoreCoordinator], absent: int
+) -> None:
+    def work(rank: int) -> str:
+        said = ""
+        if rank != absent:
+            with pytest.raises(Timeout) as caught:
+                coordinators[rank].ask_first("save 1", b"x", reversed_each, timeout=SHORT)
+            said = str(caught.value)
+        assert coordinators[rank].ask_first("save 2", b"ab", reversed_each, timeout=LONG) == b"ba"
+        return said
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        found = list(pool.map(work, range(RANKS)))
+    assert all(f"rank(s) [{absent}] of {RANKS}" in said for rank, said in enumerate(found) if rank != absent)
+
+
+def test_a_rank_alone_answers_itself() -> None:
+    assert SoloCoordinator().ask_first("save 1", b"ab", reversed_each, timeout=SHORT) == b"ba"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import subprocess
@@ -10,10 +11,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 from resiliency.checkpoint import Stage
 from resiliency.checkpoint._hosts import host_names, place_of
 from resiliency.checkpoint.coordinator import Coordinator
+from resiliency.errors import ResiliencyError
 from resiliency.storage.catalog import scan
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import RUN, differences, make_checkpointer, make_state, run_ranks
@@ -108,3 +111,27 @@ def test_the_state_is_loaded_where_another_host_has_rank_0(
     told = [record.message for record in caplog.records if "what this rank alone had" in record.message]
     here, nowhere = "rank 0: this host's copy of step 1 lacks", "rank 1: no good copy is left of"
     assert [text.split(" what this rank")[0] for text in sorted(told)] == [here, nowhere][:world_size]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a folder each", "one folder"])
+def test_hosts_whose_states_differ_are_told_which_ranks_they_are(tmp_path: Path, shared: bool) -> None:
+    """No agent sees the records of all ranks, or only the last one does."""
+
+    def work(rank: int, coordinator: Coordinator) -> list[str]:
+        said = []
+        folder = tmp_path / ("shared" if shared else f"host-{rank}")
+        checkpointer = make_checkpointer(folder, coordinator)
+        checkpointer._environment = dataclasses.replace(checkpointer._environment, node=f"host{rank}")
+        with checkpointer:
+            for step in (1, 2):
+                more = {"more": torch.zeros(5000)} if rank == 1 and step == 1 else {}
+                ticket = checkpointer.save(step, {**make_state(step), **more})
+                assert ticket is not None
+                try:
+                    ticket.wait(Stage.COMMITTED, timeout=SOON)
+                except ResiliencyError as error:
+                    said.append(str(error))
+        return said
+
+    for said in run_ranks(3, work):
+        assert len(said) == 1 and "rank 1 others than ranks 0, 2" in said[0], said

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import traceback
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.tensor as dtensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from resiliency.checkpoint import shard_plan
 from resiliency.checkpoint.checkpointer import Restored
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.read_plan import Read
 from resiliency.checkpoint.write_plan import WriteChunk, WritePlan
+from resiliency.errors import ConfigError, ResiliencyError
+from resiliency.inspection.by_path import locate
+from resiliency.inspection.contents import read_contents
 from resiliency.state.tree import dtype_from_name
 from resiliency.storage.shard_file import Chunk
 from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state, run_ranks
@@ -116,9 +120,9 @@ def test_only_the_keys_asked_for_are_read(saved: dict[int, Path]) -> None:
 # ---- DTensors: two processes over gloo
 
 
-def _rank(rank: int, port: int, directory: str, work: str, errors: Any) -> None:
+def _rank(rank: int, ranks: int, port: int, directory: str, work: str, errors: Any) -> None:
     try:
-        os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         torch.set_num_threads(1)
         torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=40))
         try:
@@ -130,19 +134,21 @@ def _rank(rank: int, port: int, directory: str, work: str, errors: Any) -> None:
         errors.put(f"rank {rank}: {traceback.format_exc()}")
 
 
-def _two(work: str, directory: Path) -> None:
+def _together(work: str, directory: Path, *, ranks: int = 2) -> None:
     port = free_port()
     context = multiprocessing.get_context("fork")
     errors = context.SimpleQueue()
-    ranks = [context.Process(target=_rank, args=(rank, port, str(directory), work, errors)) for rank in range(2)]
-    for process in ranks:
+    processes = [
+        context.Process(target=_rank, args=(rank, ranks, port, str(directory), work, errors)) for rank in range(ranks)
+    ]
+    for process in processes:
         process.start()
     try:
-        for process in ranks:
+        for process in processes:
             process.join(60)
-        late = [process.pid for process in ranks if process.is_alive()]
+        late = [process.pid for process in processes if process.is_alive()]
     finally:
-        for process in ranks:
+        for process in processes:
             process.kill()
             process.join(10)
             process.close()
@@ -162,10 +168,19 @@ WHOLE = {
 }
 
 
-def _dtensors(placement: Any) -> dict[str, Any]:
+def _mesh() -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh("cpu", (2,))
+    return init_device_mesh("cpu", (2,))
+
+
+def _cut(whole: torch.Tensor, mesh: Any, dim: int = 0) -> Any:
+    """This rank's part of a tensor, without talking: it may be another tensor on each rank."""
+    return dtensor.distribute_tensor(whole.clone(), mesh, [dtensor.Shard(dim)], src_data_rank=None)
+
+
+def _dtensors(placement: Any) -> dict[str, Any]:
+    mesh = _mesh()
     return {
         key: tensor.clone() if key == "plain" else dtensor.distribute_tensor(tensor.clone(), mesh, [placement])
         for key, tensor in WHOLE.items()
@@ -295,8 +310,6 @@ def _found(held: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _save_and_load_hidden(rank: int, directory: str) -> None:
-    from resiliency.errors import ConfigError
-
     shard = dtensor.Shard(0)
     tensor, sharded = torch.arange(3000.0), _dtensors(shard)
     state = {"m": sharded, "held": {**_hidden(tensor), "object": _Holder(tensor)}}
@@ -340,17 +353,173 @@ def _save_tied_load_untied(rank: int, directory: str) -> None:
 
 
 def _save_different(rank: int, directory: str) -> None:
-    from resiliency.errors import ConfigError
-
-    state = _dtensors(dtensor.Shard(0))
-    state["plain"] = torch.zeros(3000 + rank)
+    """Rank 1 changes its state alone, in several ways; no rank waits for another one, and what all save is saved."""
+    mesh, even = _mesh(), WHOLE["even"]
+    wrong: list[dict[str, Any]] = [
+        {"plain": torch.zeros(3000 + rank)},
+        {"even": _cut(even, mesh, rank)},
+        {"even": _cut(even.to(torch.float64 if rank else torch.float32), mesh)},
+        {"more": _cut(even, mesh)} if rank else {},
+    ]
     with make_checkpointer_of(directory) as checkpointer:
-        with pytest.raises(ConfigError, match="m/plain"):
-            checkpointer.save(1, {"m": state})
-        # Nobody is left waiting in a half-done talk: the next save works.
-        ticket = checkpointer.save(2, {"m": {**state, "plain": torch.zeros(3000)}})
+        good = _dtensors(dtensor.Shard(0))
+        for step, odd in enumerate(wrong):
+            for number, state in ((2 * step, good), (2 * step + 1, {**good, **odd})):
+                ticket = checkpointer.save(number, {"m": state})
+                assert ticket is not None
+                if state is good:
+                    ticket.wait(timeout=SOON)
+                    continue
+                with pytest.raises(ResiliencyError, match=r"rank 1 others than rank 0"):
+                    ticket.wait(timeout=SOON)
+        restored = checkpointer.load()
+        assert restored is not None and restored.step == 6 and sorted(restored.state["m"]) == sorted(WHOLE)
+
+
+def _save_after_changes(rank: int, directory: str) -> None:
+    """On all ranks alike; each structure is planned anew, and a former one, too."""
+    mesh, even = _mesh(), WHOLE["even"]
+    changed = {
+        "grown": {"even": _cut(even.repeat(2, 1), mesh)},
+        "more": {"more": _cut(even + 5, mesh)},
+        "dtype": {"even": _cut(even.to(torch.bfloat16), mesh)},
+        "placed": {"even": _cut(even, mesh, 1)},
+        "plain": {"plain": torch.arange(7)},
+        "as before": {},
+    }
+    with make_checkpointer_of(directory) as checkpointer:
+        for step, (name, new) in enumerate(changed.items()):
+            state = {**_dtensors(dtensor.Shard(0)), **new, "name": name}
+            ticket = checkpointer.save(step, {"m": state})
+            assert ticket is not None
+            ticket.wait(timeout=SOON)
+            restored = checkpointer.load()
+            assert restored is not None and restored.step == step
+            wanted = {key: getattr(tensor, "full_tensor", lambda t=tensor: t)() for key, tensor in state.items()}
+            assert differences(restored.state["m"], wanted) == [], name
+
+
+def _save_buffers(rank: int, directory: str) -> None:
+    state: dict[str, Any] = {"w": _cut(torch.ones(4, 4), _mesh())}
+    state |= {f"buffer{i}": torch.full((1000 * i + 1,), float(rank)) for i in range(6)}
+    with make_checkpointer_of(directory) as checkpointer:
+        for step, replicated in enumerate([None, lambda tensor: False, lambda tensor: True]):
+            ticket = checkpointer.save(step, state, replicated=replicated)
+            assert ticket is not None
+            ticket.wait(timeout=SOON)
+            restored = checkpointer.load()
+            assert restored is not None and restored.step == step
+            assert [float(value.max()) for key, value in restored.state.items() if key != "w"] == [0.0] * 6
+
+
+def _save_partial(rank: int, directory: str) -> None:
+    state = _dtensors(dtensor.Shard(0))
+    partial = dtensor.DTensor.from_local(torch.ones(8, 8), _mesh(), [dtensor.Partial()])
+    with make_checkpointer_of(directory) as checkpointer:
+        for number in (1, 2):  # as the first structure, and after another one
+            with pytest.raises(ConfigError, match=r"'m/sum' is a DTensor with placement P.*redistribute"):
+                checkpointer.save(10 * number, {"m": {**state, "sum": partial}})
+            ticket = checkpointer.save(10 * number + 1, {"m": state})
+            assert ticket is not None
+            ticket.wait(timeout=SOON)
+        with pytest.raises(ConfigError, match="'m/sum'"):
+            checkpointer.load(into={"m": {**state, "sum": partial}})
+
+
+def _save_on_submeshes(rank: int, directory: str) -> None:
+    """Tensor parallel within each pair of ranks, and data parallel over the pairs: every pair has a mesh of its own."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    state = {
+        str(number): dtensor.distribute_tensor(torch.full((6, 4), float(number)), mesh["tp"], [dtensor.Shard(0)])
+        for number in range(4)
+    }
+    with make_checkpointer_of(directory) as checkpointer:
+        ticket = checkpointer.save(1, state)
         assert ticket is not None
         ticket.wait(timeout=SOON)
+        restored = checkpointer.load()
+    assert restored is not None
+    assert all(torch.equal(restored.state[str(number)], torch.full((6, 4), float(number))) for number in range(4))
+
+
+# ---- every layout into every other one
+
+
+ODD = {
+    "f32": torch.randn(16, 8),
+    "uneven": torch.randn(5, 3),
+    "one row": torch.randn(1, 7),
+    "vector": torch.randn(5),
+    "bf16": torch.randn(6, 10).to(torch.bfloat16),
+    "fp8": torch.randn(9, 4).to(torch.float8_e4m3fn),
+    "int64": torch.arange(33).view(11, 3),
+    "uint8": torch.arange(14, dtype=torch.uint8).view(7, 2),
+    "bool": torch.arange(12).view(3, 4) % 3 == 0,
+    "step": torch.tensor(3.0),
+    "large": torch.randn(300, 100),
+    "empty": torch.zeros(0, 4),
+}
+#: Shape of the mesh, and placements of a tensor with so many dimensions.
+LAYOUTS: dict[str, tuple[tuple[int, ...], Callable[[int], list[Any]]]] = {
+    "1 dp": ((1,), lambda ndim: [dtensor.Shard(0)]),
+    "2 dp": ((2,), lambda ndim: [dtensor.Shard(0)]),
+    "2 tp": ((2,), lambda ndim: [dtensor.Shard(ndim - 1)]),
+    "4 dp": ((4,), lambda ndim: [dtensor.Shard(0)]),
+    "4 strided": ((2, 2), lambda ndim: [_StridedShard(0, split_factor=2), dtensor.Shard(0)]),
+    "4 two dimensions": ((2, 2), lambda ndim: [dtensor.Shard(0), dtensor.Shard(ndim - 1)]),
+    "4 hsdp": ((2, 2), lambda ndim: [dtensor.Replicate(), dtensor.Shard(0)]),
+}
+
+
+def _place(layout: str, *, value: bool = True) -> dict[str, Any]:
+    """The tensors in a layout, "replicated" and "step" whole on every rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape, placements_of = LAYOUTS[layout]
+    mesh, placed = init_device_mesh("cpu", shape), {}
+    for key, whole in {**ODD, "replicated": ODD["f32"]}.items():
+        placements = placements_of(whole.ndim)
+        if not whole.ndim or key == "replicated":
+            placements = [dtensor.Replicate()] * len(shape)
+        local = whole
+        for size, placement, index in zip(shape, placements, mesh.get_coordinate(), strict=True):
+            if not placement.is_replicate():
+                local = placement._split_tensor(local, size, with_padding=False)[0][index]
+        local = local.clone() if value else torch.zeros_like(local)
+        placed[key] = dtensor.DTensor.from_local(
+            local.contiguous(), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+    return placed
+
+
+def _bits(tensor: torch.Tensor) -> list[int]:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def _save_layouts(rank: int, directory: str) -> None:
+    ranks = torch.distributed.get_world_size()
+    for layout in (name for name in LAYOUTS if name.startswith(str(ranks))):
+        with make_checkpointer_of(f"{directory}/{layout}") as checkpointer:
+            ticket = checkpointer.save(1, {"m": _place(layout)})
+            assert ticket is not None
+            ticket.wait(timeout=SOON)
+
+
+def _load_layouts(rank: int, directory: str) -> None:
+    ranks = torch.distributed.get_world_size()
+    for saved in sorted(os.listdir(directory)):
+        with make_checkpointer_of(f"{directory}/{saved}") as checkpointer:
+            for layout in (name for name in LAYOUTS if name.startswith(str(ranks))):
+                into = _place(layout, value=False)
+                checkpointer.load(into={"m": into})
+                for key, wanted in _place(layout).items():
+                    assert _bits(into[key].to_local()) == _bits(wanted.to_local()), (saved, layout, key)
+            restored = checkpointer.load()
+            assert restored is not None
+            for key, whole in ODD.items():
+                assert _bits(restored.state["m"][key]) == _bits(whole), (saved, "plain", key)
 
 
 def make_checkpointer_of(directory: str) -> Any:
@@ -368,33 +537,69 @@ def _alone(directory: Path) -> Restored:
 
 
 def test_sharded_tensors_at_other_placements_and_in_one_process(tmp_path: Path) -> None:
-    _two("_save_sharded", tmp_path)
+    _together("_save_sharded", tmp_path)
     restored = _alone(tmp_path)
     assert restored.step == 2
     assert differences(restored.state["m"], {**WHOLE, "even": WHOLE["even"] + 1000}) == []
-    _two("_load_elsewhere", tmp_path)
+    _together("_load_elsewhere", tmp_path)
 
 
 def test_replicated_dtensors_are_restored_whole(tmp_path: Path) -> None:
-    _two("_save_replicated", tmp_path)
+    _together("_save_replicated", tmp_path)
     assert differences(_alone(tmp_path).state["m"], WHOLE) == []
 
 
 def test_of_a_sharded_state_a_tensor_that_is_also_a_key_or_in_an_object_comes_back_there_too(tmp_path: Path) -> None:
-    _two("_save_and_load_hidden", tmp_path)
+    _together("_save_and_load_hidden", tmp_path)
 
 
 def test_of_a_sharded_state_tied_tensors_are_loaded_into_tied_and_untied_ones(tmp_path: Path) -> None:
-    _two("_save_tied_load_untied", tmp_path)
+    _together("_save_tied_load_untied", tmp_path)
 
 
 def test_sharded_structures_that_differ_are_refused_on_every_rank(tmp_path: Path) -> None:
-    _two("_save_different", tmp_path)
+    _together("_save_different", tmp_path)
+
+
+def test_a_sharded_structure_that_changes_on_all_ranks_is_saved_whole(tmp_path: Path) -> None:
+    _together("_save_after_changes", tmp_path)
+
+
+def test_plain_tensors_of_a_sharded_state_are_those_of_rank_0(tmp_path: Path) -> None:
+    _together("_save_buffers", tmp_path)
+
+
+def test_partial_sums_are_refused_on_every_rank(tmp_path: Path) -> None:
+    _together("_save_partial", tmp_path)
+
+
+def test_tensors_on_submeshes_are_written_once(tmp_path: Path) -> None:
+    _together("_save_on_submeshes", tmp_path, ranks=4)
+    located = locate(str(tmp_path))
+    assert located is not None and located.listing.manifest is not None
+    written = [
+        [
+            (placed.chunk.key, placed.chunk.offsets[0])
+            for placed in read_contents(located.tier, located.run, record).chunks
+        ]
+        for record in located.listing.manifest.shards
+    ]
+    assert sorted(box for boxes in written for box in boxes) == [(str(n), row) for n in range(4) for row in (0, 3)]
+    assert [len(boxes) for boxes in written] == [2, 2, 2, 2], "replicas do not share the writing"
 
 
 def test_plans_of_torch_dcp_are_written_and_read(tmp_path: Path) -> None:
-    _two("_save_dcp_plan", tmp_path)
+    _together("_save_dcp_plan", tmp_path)
     restored = _alone(tmp_path)
     assert differences({key: restored.state[f"m.{key}"] for key in WHOLE}, WHOLE) == []
     assert all(isinstance(value, bytes) for key, value in restored.state.items() if not key.startswith("m."))
-    _two("_load_dcp_plan", tmp_path)
+    _together("_load_dcp_plan", tmp_path)
+
+
+@pytest.mark.long
+def test_each_layout_is_loaded_into_each_other_bit_for_bit(tmp_path: Path) -> None:
+    for ranks in (1, 2, 4):
+        _together("_save_layouts", tmp_path, ranks=ranks)
+    assert len(list(tmp_path.iterdir())) == len(LAYOUTS)
+    for ranks in (1, 2, 4):
+        _together("_load_layouts", tmp_path, ranks=ranks)

@@ -116,24 +116,27 @@ def test_what_does_not_make_a_whole_is_refused_on_every_rank(tmp_path: Path, wro
     run_ranks(2, work)
 
 
-def test_boxes_are_exchanged_once_and_again_when_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    exchanges: list[int] = []
+def test_boxes_are_sent_once_and_again_when_they_change_on_any_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 alone cuts its part otherwise at step 3. What rank 1 remembers does not keep it from taking part."""
+    sent: list[tuple[int, int]] = []
     step_now = [0, 0]
-    real = StoreCoordinator.all_gather
+    real = StoreCoordinator.ask_first
 
-    def all_gather(self: StoreCoordinator, topic: str, *args: Any, **further: Any) -> Any:
-        if topic == "plan" and self.rank == 0:
-            exchanges.append(step_now[0])
+    def ask_first(self: StoreCoordinator, topic: str, *args: Any, **further: Any) -> Any:
+        if topic.endswith("boxes"):
+            sent.append((step_now[self.rank], self.rank))
         return real(self, topic, *args, **further)
 
-    monkeypatch.setattr(StoreCoordinator, "all_gather", all_gather)
+    monkeypatch.setattr(StoreCoordinator, "ask_first", ask_first)
     live = [torch.zeros(2000), torch.zeros(2000)]
 
     def make(rank: int, step: int) -> WritePlan:
         step_now[rank] = step
         live[rank] += 1
         at = 2000 * rank
-        cut = {1: (0, 2000), 2: (0, 2000), 3: (0, 500, 2000), 4: (0, 500, 2000)}[step]
+        cut = (0, 500, 2000) if step >= 3 and rank == 0 else (0, 2000)
         chunks = [
             WriteChunk(key="w", tensor=live[rank][first:last], offsets=(at + first,), shape=(4000,))
             for first, last in zip(cut, cut[1:], strict=False)
@@ -142,7 +145,61 @@ def test_boxes_are_exchanged_once_and_again_when_they_change(tmp_path: Path, mon
 
     for restored in write(tmp_path, make, 1, 2, 3, 4):
         assert torch.equal(restored.state["w"], torch.full((4000,), 4.0)) and len(restored.state["notes"]) == 200_000
-    assert exchanges == [1, 3]
+    assert sorted(sent) == [(1, 0), (1, 1), (3, 0), (3, 1)]
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise TypeError("no pickle of this")
+
+
+@pytest.mark.parametrize("wrong", ["per_rank", "object", "freed", "name of another rank's tensor"])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_what_one_rank_cannot_store_is_refused_by_all_and_nobody_waits(tmp_path: Path, wrong: str, odd: int) -> None:
+    if wrong.startswith("name") and odd:
+        pytest.skip("the objects of rank 0 are stored")
+
+    def work(rank: int, coordinator: Coordinator) -> str:
+        with make_checkpointer(tmp_path, coordinator) as checkpointer:
+            tensor = WHOLE[:5].clone()
+            chunks = [WriteChunk(key=f"w{rank}", tensor=tensor)]
+            objects = {"epoch": Unpicklable() if wrong == "object" and rank == odd else 1}
+            if wrong.startswith("name") and rank == odd:
+                objects["w1"] = 2
+            given = WritePlan(chunks=chunks, objects=objects)
+            if wrong == "freed" and rank == odd:
+                tensor.untyped_storage().resize_(0)
+            per_rank = Unpicklable() if wrong == "per_rank" and rank == odd else rank
+            with pytest.raises(ConfigError) as caught:
+                checkpointer.save(1, given, per_rank=per_rank)
+            ticket = checkpointer.save(2, plan(rank, 2))
+            assert ticket is not None
+            ticket.wait(Stage.DURABLE)
+            return str(caught.value)
+
+    said = run_ranks(2, work)
+    assert said[0] == said[1] and (wrong.startswith("name") or f"(rank {odd})" in said[0])
+
+
+def test_a_save_that_one_rank_leaves_out_is_left_out_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would wait for minutes. Here rank 1's agent has not recorded the step before."""
+
+    def work(rank: int, coordinator: Coordinator) -> list[bool]:
+        with make_checkpointer(tmp_path, coordinator) as checkpointer:
+            first = checkpointer.save(1, plan(rank, 1))
+            assert first is not None
+            if rank == 1:
+                monkeypatch.setattr(checkpointer, "_wait_for_previous", lambda parts: "step 1 is not recorded yet")
+            second = checkpointer.save(2, plan(rank, 2))
+            if rank == 1:
+                monkeypatch.undo()
+            third = checkpointer.save(3, plan(rank, 3))
+            assert third is not None
+            third.wait(Stage.DURABLE)
+            assert checkpointer.skipped == 1
+            return [second is None]
+
+    assert run_ranks(2, work) == [[True], [True]]
 
 
 def test_a_plan_that_looks_like_a_state_saved_before_is_exchanged_nevertheless(tmp_path: Path) -> None:

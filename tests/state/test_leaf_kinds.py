@@ -12,7 +12,8 @@ import torch
 
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.errors import ConfigError
-from resiliency.state.leaf_kinds import Box, LeafDescription, box_of, kind_of, register_leaf_kind
+from resiliency.state.layouts import Box, MeshLayout, Split
+from resiliency.state.leaf_kinds import LeafDescription, box_of, kind_of, register_leaf_kind
 from resiliency.state.tree import keyed_leaves
 from resiliency.storage.stage import Stage
 from resiliency.testing.checkpoints import differences, make_checkpointer, run_ranks
@@ -25,6 +26,7 @@ class Piece:
     data: torch.Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
+    layout: MeshLayout
 
 
 class PieceKind:
@@ -35,12 +37,11 @@ class PieceKind:
         return class_ is Piece
 
     def detach(self, leaf: Any, key: str) -> Any:
-        return Piece(leaf.data.detach(), leaf.shape, leaf.offset)
+        return Piece(leaf.data.detach(), leaf.shape, leaf.offset, leaf.layout)
 
     def describe(self, leaf: Any) -> LeafDescription:
-        return LeafDescription(
-            shape=leaf.shape, dtype=leaf.data.dtype, boxes=(Box(leaf.offset, tuple(leaf.data.shape)),)
-        )
+        box = Box(leaf.offset, tuple(leaf.data.shape))
+        return LeafDescription(shape=leaf.shape, dtype=leaf.data.dtype, boxes=(box,), layout=leaf.layout)
 
     def structure(self, leaf: Any) -> Any:
         return leaf.shape, leaf.offset, leaf.data.shape, leaf.data.dtype, leaf.data.device
@@ -63,7 +64,8 @@ def cut(rank: int, ranks: int, *, dim: int = 0, fill: float | None = None) -> Pi
     part = torch.tensor_split(WHOLE, ranks, dim)[rank]
     first = sum(piece.shape[dim] for piece in torch.tensor_split(WHOLE, ranks, dim)[:rank])
     data = part.clone().contiguous() if fill is None else torch.full_like(part, fill).contiguous()
-    return Piece(data, tuple(WHOLE.shape), (first, 0) if dim == 0 else (0, first))
+    layout = MeshLayout((ranks,), tuple(range(ranks)), (Split(dim),))
+    return Piece(data, tuple(WHOLE.shape), (first, 0) if dim == 0 else (0, first), layout)
 
 
 @pytest.mark.usefixtures("piece_kind")
