@@ -180,14 +180,16 @@ class _Distributed:
 
 def _held(leaf: Any) -> dict[Box, tuple[int, ...]]:
     """The boxes that this process holds of a DTensor, and where each begins in the local tensor."""
-    return _held_of(leaf.shape, leaf.device_mesh, leaf.placements)
+    mesh = leaf.device_mesh
+    at = mesh.get_coordinate()  # None: this rank is outside the mesh
+    return {} if at is None else _held_at(leaf.shape, mesh, tuple(at), leaf.placements)
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _held_of(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> dict[Box, tuple[int, ...]]:
-    at = mesh.get_coordinate()  # None: this rank is outside the mesh
-    splits = splits_of(placements, len(shape))
-    pieces = () if at is None else pieces_at(tuple(shape), tuple(mesh.shape), splits, tuple(at))
+def _held_at(
+    shape: Sequence[int], mesh: Any, at: tuple[int, ...], placements: Sequence[Any]
+) -> dict[Box, tuple[int, ...]]:
+    pieces = pieces_at(tuple(shape), tuple(mesh.shape), splits_of(placements, len(shape)), at)
     return {piece.box: piece.at for piece in pieces}
 
 
