@@ -106,6 +106,8 @@ def test_a_resumed_run_equals_the_undisturbed_one_also_with_wrapped_modules(two:
         assert resumed["losses"][0] == straight["losses"][4] and len(resumed["losses"]) == 3
         assert state(resumed["ended"]) == state(straight["ended"])
     assert two[0][2]["losses"] == two[0][0]["losses"][4:]
+    # of batch norm, which differ by rank: all resume with those of rank 0
+    assert {answers[2]["started"]["statistics"] for answers in two} == {two[0][1]["ended"]["statistics"]}
     for name in ("step=2.ckpt", "step=6.ckpt", "last.ckpt"):
         located = locate(str(folder / "wrapped" / name))
         assert located is not None and located.is_checked and not located.replicated
