@@ -43,6 +43,7 @@ class Figures:
     Attributes:
         noticed_s: from the death of a node to the decision; the timeout is a part of it.
         confirmed_s: from the decision until all hosts have confirmed their new places.
+        cpu_s: of the supervisor, from the death of the node until then, heartbeats included.
         writes: of the supervisor, for the swap.
         renewals_per_min, others_per_min: requests to the API server in steady state: of the Lease, and all others but
             the two watches, which begin anew every five minutes.
@@ -54,6 +55,7 @@ class Figures:
     noticed_s: float
     timeout_s: float
     confirmed_s: float
+    cpu_s: float
     writes: int
     renewals_per_min: float
     others_per_min: float
@@ -103,10 +105,11 @@ def _measure(job: SimulatedJob, nodes: int, timeout_s: float, steady_s: float) -
     renewals = sum(each.resource == "leases" for each in requests)
 
     generation, places = job.generation(), job.places()
-    died_at = time.time()
+    process = psutil.Process(supervisor.process.pid)
+    died_at, used_s = time.time(), sum(process.cpu_times()[:2])
     job.kill_nodes(places[len(places) // 2])
     wait_for("places", lambda: _has_placed(job, generation), timeout_s=_DEADLINE_S, every_s=0.02)
-    confirmed_at = time.time()
+    confirmed_at, used_s = time.time(), sum(process.cpu_times()[:2]) - used_s
     decided_at = _decided_at(supervisor.log.read_text())
     wait_for("the writes", lambda: len(supervisor.writes()) >= _WRITES, timeout_s=_DEADLINE_S)
     job.until_it_trains(after=generation, timeout_s=_DEADLINE_S)
@@ -116,10 +119,11 @@ def _measure(job: SimulatedJob, nodes: int, timeout_s: float, steady_s: float) -
         noticed_s=decided_at - died_at,
         timeout_s=timeout_s,
         confirmed_s=confirmed_at - decided_at,
+        cpu_s=used_s,
         writes=len(supervisor.writes()),
         renewals_per_min=60 * renewals / steady_s,
         others_per_min=60 * (len(requests) - renewals) / steady_s,
-        memory_bytes=psutil.Process(supervisor.process.pid).memory_info().rss,
+        memory_bytes=process.memory_info().rss,
     )
 
 
@@ -163,6 +167,7 @@ def _print(figures: Figures) -> None:
         table.add_column(name, justify="left" if name == "figure" else "right")
     table.add_row(f"until it is decided (timeout {figures.timeout_s:.0f} s)", f"{figures.noticed_s:.1f} s", "")
     table.add_row("until all places are confirmed", f"{figures.confirmed_s:.2f} s", f"{_CONFIRMED_S:.0f} s")
+    table.add_row("CPU of the supervisor until then", f"{figures.cpu_s:.2f} s", "")
     table.add_row("writes to the API server", str(figures.writes), str(_WRITES))
     table.add_row("renewals of the Lease a minute", f"{figures.renewals_per_min:.0f}", "")
     table.add_row("other requests a minute", f"{figures.others_per_min:.1f}", "0")
