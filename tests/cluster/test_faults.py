@@ -16,27 +16,18 @@ from tests.cluster.client import Cluster, wait_for
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.rig import Rig
 from tests.cluster.simulated_release import SimulatedJob, SimulatedRelease
-from tests.supervisor.supervisor_command import PRELOAD
 
 Start = Callable[..., SimulatedJob]
 
 
 @pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """Supervisors are forks of one that has imported what they need."""
-    log = tmp_path_factory.mktemp("supervisors") / "log"
-    with Zygote(PRELOAD, log=str(log), path=[str(Path(__file__).parents[2])]) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def release(
-    control_plane: Cluster, forks: Zygote, tmp_path_factory: pytest.TempPathFactory
+    control_plane: Cluster, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SimulatedRelease]:
     """Sixteen nodes for a job of twelve."""
     folder = tmp_path_factory.mktemp("release")
     rig = Rig(control_plane, folder)
-    yield SimulatedRelease(rig, folder / "r", forks, nodes=16, hosts=12)
+    yield SimulatedRelease(rig, folder / "r", zygote, nodes=16, hosts=12)
     rig.close()
 
 
@@ -210,10 +201,10 @@ def test_a_jobset_that_its_user_takes_away_and_brings_back_begins_again(start: S
 
 @pytest.mark.nightly
 def test_two_releases_on_the_same_nodes_leave_each_other_alone(
-    start: Start, release: SimulatedRelease, forks: Zygote, tmp_path: Path
+    start: Start, release: SimulatedRelease, zygote: Zygote, tmp_path: Path
 ) -> None:
     job = start(spares=1)
-    small = SimulatedRelease(release.rig, tmp_path / "small", forks, nodes=0, hosts=2, name="small-")
+    small = SimulatedRelease(release.rig, tmp_path / "small", zygote, nodes=0, hosts=2, name="small-")
     with running(small, spares=0) as other:
         before, spares, generation = job.places(), job.ready_spares(), job.generation()
         theirs = other.places()
@@ -227,10 +218,10 @@ def test_two_releases_on_the_same_nodes_leave_each_other_alone(
 
 @pytest.mark.long
 def test_a_hot_swap_needs_no_api_server_and_one_that_has_forgotten_all_versions_is_followed_again(
-    own_control_plane: ControlPlane, forks: Zygote, tmp_path: Path
+    own_control_plane: ControlPlane, zygote: Zygote, tmp_path: Path
 ) -> None:
     rig = Rig(own_control_plane, tmp_path)
-    release = SimulatedRelease(rig, tmp_path / "r", forks, nodes=16, hosts=12)
+    release = SimulatedRelease(rig, tmp_path / "r", zygote, nodes=16, hosts=12)
     with running(release, spares=2) as job:
         before, spares, generation = job.places(), job.ready_spares(), job.generation()
         nodes = {job.node_of(before[4])}
