@@ -23,12 +23,11 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from resiliency.testing.zygote import Zygote
 from tests.cluster.client import wait_for
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.rig import Rig
 from tests.cluster.simulated_release import SimulatedJob, SimulatedRelease
-from tests.supervisor.supervisor_command import PRELOAD
+from tests.zygote import make_zygote
 
 __all__ = ["Figures", "main", "measure"]
 
@@ -70,7 +69,7 @@ def measure(*, nodes: int = 1000, period_s: float = 5.0, steady_s: float = 60.0)
         root = Path(folder)
         with (
             ControlPlane(root / "control-plane") as cluster,
-            Zygote(PRELOAD, log=str(root / "log"), path=[str(Path(__file__).parents[1])]) as forks,
+            make_zygote(root / "log") as forks,
         ):
             settings = {
                 "heartbeat_polling_period_s": period_s,
