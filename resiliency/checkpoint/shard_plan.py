@@ -319,7 +319,7 @@ class ShardPlanner:
         found = keyed_leaves(state)
         leaves = list(found.values())
         signature = [(key, kind_of(leaf).structure(leaf)) for key, leaf in found.items()]
-        identities = list(map(id, leaves))
+        identities = [id(leaf) for leaf in leaves]
         # A leaf in several places is stored once. Which places these are is part of the structure.
         places = dict(zip(reversed(identities), range(len(leaves) - 1, -1, -1), strict=True))
         order = [places.get(id(leaf), -1) for leaf in structure.leaves]

@@ -165,9 +165,9 @@ class _Distributed:
         local: Tensor = getattr(leaf, "_local_tensor", None)  # type: ignore[assignment]
         if type(local) is not Tensor:
             local = leaf.to_local().detach()
-        held = _held(leaf)
-        if len(held) == 1 and box in held and local.shape == box.sizes:
+        if local.shape == box.sizes:  # then it is the only box that this rank holds
             return local
+        held = _held(leaf)
         if box not in held or local.numel() != sum([math.prod(box.sizes) for box in held]):
             raise ConfigError(
                 f"the local shard has shape {tuple(local.shape)}, which is not what {leaf.placements} on"

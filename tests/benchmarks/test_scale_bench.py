@@ -15,12 +15,20 @@ from benchmarks import scale
 @pytest.mark.nightly
 def test_a_small_run_prints_a_row_for_each_world_and_message(tmp_path: Path) -> None:
     target = tmp_path / "scale.json"
-    arguments = "--ranks 2 4 --bytes 64 --rounds 2 --old-up-to 4 --processes 2 --json".split()
-    command = [sys.executable, "-m", "benchmarks.scale", *arguments, str(target)]
+    options = "--ranks 2 4 --bytes 64 --rounds 2 --old-up-to 4 --processes 2 --plan-ranks 2 8 --tensors 20 --json"
+    command = [sys.executable, "-m", "benchmarks.scale", *options.split(), str(target)]
     root = Path(scale.__file__).parents[1]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(target.read_text())["rows"]
+    rows, plans = (json.loads(target.read_text())[name] for name in ("rows", "plans"))
+    sent = {(row["what"], row["ranks"]): (row["first_messages"], row["later_messages"]) for row in plans}
+    # Of a write plan each other rank sends rank 0 a digest, and the first time its boxes; both are answered.
+    assert sent == {
+        ("DTensors", 2): (0, 0),
+        ("DTensors", 8): (0, 0),
+        ("WritePlan", 2): (4, 2),
+        ("WritePlan", 8): (28, 14),
+    }
     assert [(row["way"], row["ranks"]) for row in rows] == [
         (way, ranks) for ranks in (2, 4) for way in ("append", "key of each")
     ]
