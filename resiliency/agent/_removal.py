@@ -16,15 +16,20 @@ from resiliency.agent.file_pool import FilePool
 from resiliency.errors import AgentError
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.deletion import delete_step
-from resiliency.storage.manifest import COMMIT_MARK
+from resiliency.storage.manifest import COMMIT_MARK, rank_of_shard
 from resiliency.storage.names import delete_names
+from resiliency.storage.shard_file import STOCK_METADATA
 from resiliency.storage.single_files import remove_run_folder
 from resiliency.storage.step_id import StepId
+from resiliency.storage.stock_folder import is_stock_file
 from resiliency.storage.tiers.local import LocalTier
 
 __all__ = ["Remover"]
 
 logger = logging.getLogger(__name__)
+
+#: Stands for the rank of a stock file beside the shards, which goes with shard 0 but is of no use to a later save.
+_NO_RANK = -1
 
 
 class Remover:
@@ -58,12 +63,14 @@ class Remover:
         folder = self._tier.location(step_prefix(self._config.run, step).rstrip("/"))
         files = _listing(folder)
         found = {name: rank for name in files if (rank := _rank_of(name)) is not None}
-        owned = {name: rank for name, rank in found.items() if all_ranks or self.owns(rank)}
+        found.update((name, _NO_RANK) for name in files if is_stock_file(name))
+        owned = {name: rank for name, rank in found.items() if all_ranks or self.owns(max(rank, 0))}
+        first = [name for name in files if name in (COMMIT_MARK, STOCK_METADATA)]
         delete_step(
             self._tier,
             self._config.run,
             step,
-            files=[*owned, *(name for name in files if name == COMMIT_MARK)],
+            files=[*owned, *first],
             names=names,
             remove_shard=lambda name: self._remove(owned[name], os.path.join(folder, name)),
             before_each=self._fence.check,
@@ -94,6 +101,8 @@ def _listing(folder: str) -> list[str]:
 
 
 def _rank_of(name: str) -> int | None:
+    if (rank := rank_of_shard(name)) is not None:
+        return rank
     if not name.startswith("shard-"):
         return None
     digits = name.removeprefix("shard-").split(".")[0]

@@ -31,6 +31,7 @@ from resiliency.storage.manifest import (
 )
 from resiliency.storage.names import give_names
 from resiliency.storage.step_id import StepId
+from resiliency.storage.stock_folder import is_stock_file, put_stock_files
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import fsync_dir, fsync_file
 
@@ -169,7 +170,8 @@ def read_records_of_others(
 def write_commit(
     tier: Tier, step: Manifest | UnfinishedStep, names: Iterable[str], fence: Fence, ranks: Collection[int]
 ) -> dict[str, str]:
-    """Writes the manifest, then the names; for one host's part of a step its mark instead of the manifest.
+    """Writes the manifest, the stock files of a sharded step, then the names; for one host's part of a step its mark
+    instead of the manifest.
 
     Args:
         names: those to give the step.
@@ -190,6 +192,7 @@ def write_commit(
     check_in_place(tier, step, ranks)
     if isinstance(step, Manifest):
         tier.put_bytes(step_prefix(step.run, step.id) + MANIFEST, step.to_json().encode())
+        put_stock_files(tier, step, before=fence.check)
     else:
         write_mark(tier, step)
     return write_names(tier, step, names, fence)
@@ -232,8 +235,8 @@ def fsync_step(root: str, folder: str, records: Sequence[ShardRecord]) -> None:
     for record in records:
         fsync_file(os.path.join(folder, record.file))
         fsync_file(os.path.join(folder, record_file(record.rank)))
-    for file in (MANIFEST, COMMIT_MARK):
-        if os.path.exists(os.path.join(folder, file)):
+    for file in os.listdir(folder):
+        if file in (MANIFEST, COMMIT_MARK) or is_stock_file(file):
             fsync_file(os.path.join(folder, file))
     for place in (folder, os.path.dirname(folder), root):
         fsync_dir(place)

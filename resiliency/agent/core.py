@@ -78,6 +78,7 @@ from resiliency.storage.shard_file import Identity
 from resiliency.storage.single_files import drop_folders, restore_folders
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
+from resiliency.storage.stock_folder import put_stock_files
 from resiliency.storage.tiers.local import LocalTier
 
 __all__ = ["HostAgent"]
@@ -351,6 +352,7 @@ class HostAgent:
             return
         try:
             if isinstance(found, UnfinishedStep) or os.path.lexists(self._path(step.id, MANIFEST)):
+                put_stock_files(self._tier, found, before=self._fence.check)
                 # Names that it has had, or may have had in an earlier attempt, are not given again: they were deleted.
                 had = not self._is_of_this_attempt(step.id) or (self._named is not None and step.id <= self._named)
                 missing, taken = ([], {}) if had else self._names_to_finish(found)

@@ -17,6 +17,7 @@ from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, gather_records, record_file
 from resiliency.storage.names import give_names, missing_names
 from resiliency.storage.step_id import StepId
+from resiliency.storage.stock_folder import put_stock_files
 from resiliency.storage.tiers.base import Tier
 
 __all__ = ["finish_step", "has_part", "read_sent", "send_step"]
@@ -74,6 +75,7 @@ def send_step(
     hit("agent.upload.manifest")
     fence.check()
     tier.put_bytes(prefix + MANIFEST, manifest.to_json().encode())
+    put_stock_files(tier, manifest, before=fence.check)
     _send_names(tier, manifest, manifest.names, fence, refused)
     return True
 
@@ -89,6 +91,7 @@ def finish_step(tier: Tier, manifest: Manifest, *, fence: Fence, refused: Callab
         TierError: the tier failed.
         AgentError: a later attempt has started.
     """
+    put_stock_files(tier, manifest, before=fence.check)
     missing = missing_names(tier, manifest)
     if missing:
         _send_names(tier, manifest, missing, fence, refused)

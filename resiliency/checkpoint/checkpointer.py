@@ -393,6 +393,7 @@ class Checkpointer:
         exact: bool = True,
         lazy: Wanted = False,
         replicated: Callable[[Tensor], bool] | None = None,
+        beside: Mapping[str, Any] | None = None,
         everywhere: bool = False,
         trace: SaveTrace | None = None,
     ) -> Ticket | None:
@@ -422,6 +423,8 @@ class Checkpointer:
             replicated: a function that says for a plain tensor whether it is equal on all ranks, so that each rank may
                 write a share of it; the first rank of a host writes the other tensors. None: all are equal. Beside
                 DTensors rank 0 writes all plain tensors.
+            beside: for a sharded state: file name -> a tree of which rank 0's is put into the step's folder beside the
+                shards, as ``torch.save`` writes it (Lightning's ``meta.pt``); committed with the rest.
             everywhere: send this save to all remote tiers, whatever their intervals.
             trace: records where the time of this save goes, here and in the agent.
 
@@ -442,6 +445,7 @@ class Checkpointer:
             exact=exact,
             lazy=lazy,
             replicated=replicated,
+            beside=beside,
             everywhere=everywhere,
             trace=trace,
         )
@@ -483,6 +487,7 @@ class Checkpointer:
                     agree=agree,
                     lazy=lazy,
                     replicated=request.replicated,
+                    beside=request.beside,
                 )
         except LeftOut as reason:
             saves.skip(save_id, str(reason))
@@ -930,6 +935,7 @@ class _Request:
     exact: bool
     lazy: Wanted
     replicated: Callable[[Tensor], bool] | None
+    beside: Mapping[str, Any] | None
     everywhere: bool
     trace: SaveTrace | None
 

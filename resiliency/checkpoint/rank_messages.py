@@ -14,7 +14,9 @@ from typing import TypeVar
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.errors import ConfigError
 from resiliency.runtime.typed_json import decode, encode
+from resiliency.state.tree import dtype_from_name
 from resiliency.storage.inventory import StepInventory
+from resiliency.storage.shard_file import Chunk
 from resiliency.storage.sources import BadCopy
 from resiliency.storage.step_id import StepId
 
@@ -126,6 +128,12 @@ class OfferedBox:
     sizes: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def chunk(self) -> Chunk:
+        """As it is stored."""
+        itemsize = dtype_from_name(self.dtype).itemsize
+        return Chunk(self.key, self.offsets, self.sizes, self.dtype, itemsize, self.shape)
 
 
 @dataclass(frozen=True, kw_only=True)

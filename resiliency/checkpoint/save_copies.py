@@ -86,7 +86,7 @@ class SaveCopies:
             nothing = Job(copies=(), blocks=Blocks(0, BLOCK_BYTES), mine=(), trace=in_flight.trace)
             self._copier.start(nothing, done, hold=hold)
             return 0
-        path = self._path(seal.id, save.shard)
+        path = self._path(seal.id, save.shard, replicated=plan.replicated)
 
         def open_file() -> Slot:
             return self._arena.open(path, file.plan.mapped_nbytes, writers=file.plan.writers)
@@ -199,8 +199,9 @@ class SaveCopies:
             replicated=save.plan.replicated,
         )
 
-    def _path(self, step: StepId, shard: int) -> str:
-        return self._session.local_tier.location(step_prefix(self._run, step) + shard_file(shard))
+    def _path(self, step: StepId, shard: int, *, replicated: bool = True) -> str:
+        file = shard_file(shard, replicated=replicated)
+        return self._session.local_tier.location(step_prefix(self._run, step) + file)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,8 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -30,6 +31,7 @@ from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.plan import PlannedLeaf, ShardedPlan
 from resiliency.checkpoint.rank_messages import OfferedBox
 from resiliency.checkpoint.shard_writer import FilePlan, OwnState, ShardPlan, StateFile
+from resiliency.checkpoint.stock_view import BoxFile, StockFolder, StockView, view_of_tree
 from resiliency.checkpoint.write_agreement import Agreed, LeftOut, WriteAgreement
 from resiliency.checkpoint.write_plan import WritePlan
 from resiliency.errors import ConfigError
@@ -41,13 +43,18 @@ from resiliency.storage.shard_file import (
     CHUNKS,
     DATA_PICKLE,
     IDENTITY_BYTES,
+    IN_FOLDER,
+    STOCK_METADATA,
     STRUCTURE,
     Chunk,
     chunks_to_json,
     lay_out_storages,
 )
+from resiliency.storage.stock_folder import is_stock_file
 
 __all__ = ["Agree", "HostPart", "ShardPlanner", "Wanted"]
+
+logger = logging.getLogger(__name__)
 
 #: True or False for all tensors, or a function of the tensor.
 Wanted = bool | Callable[[Tensor], bool]
@@ -108,19 +115,26 @@ class _CachedLayout:
 
 @dataclass(frozen=True)
 class _CachedFile:
-    """What follows from the boxes that this rank writes; kept while they stay."""
+    """What follows from the boxes that this rank writes; kept while they stay.
 
+    Attributes:
+        of_all: digest of what all ranks write.
+        box_file: what the file is but for the data of the boxes.
+        folder: what makes a stock checkpoint of all ranks' files; used by rank 0.
+    """
+
+    of_all: str
     chunks: tuple[Chunk, ...]
+    box_file: BoxFile
+    folder: StockFolder
     file: FilePlan
     nbytes: tuple[int, ...]
     large: tuple[bool, ...]
-    stored: Mapping[str, Chunk]
-    flat: Structure
 
     @functools.cached_property
-    def entries(self) -> tuple[bytes, bytes]:
-        """The pickle for torch.load and the table of the boxes. Thread: the one that writes the tail."""
-        return self.flat.data_pickle(), chunks_to_json(self.stored)
+    def table(self) -> bytes:
+        """Of the boxes. Thread: the one that writes the tail."""
+        return chunks_to_json({str(number): chunk for number, chunk in enumerate(self.chunks)})
 
 
 @dataclass(frozen=True)
@@ -129,7 +143,6 @@ class _CachedSharded:
 
     Attributes:
         signature: equal for all states that this fits.
-        plan: digest of what all ranks write.
         mine: for each box that this rank writes, the number of its leaf, the box, and the dtype.
         table: the keys of the leaves, in the order of the structure, as JSON.
         file: what this rank writes.
@@ -137,7 +150,6 @@ class _CachedSharded:
     """
 
     signature: object
-    plan: str
     mine: tuple[tuple[int, Box, torch.dtype], ...]
     table: bytes
     file: _CachedFile
@@ -159,6 +171,7 @@ class ShardPlanner:
         self._cached_sharded: _CachedSharded | None = None
         self._cached_given: _CachedFile | None = None
         self._agreement = WriteAgreement()
+        self._warned_of_form = False
 
     def plan(
         self,
@@ -169,6 +182,7 @@ class ShardPlanner:
         agree: Agree,
         lazy: Wanted = False,
         replicated: Callable[[Tensor], bool] | None = None,
+        beside: Mapping[str, Any] | None = None,
     ) -> ShardPlan:
         """Plans a save.
 
@@ -182,6 +196,7 @@ class ShardPlanner:
             lazy: which tensors of the state may be copied late; called for large ones only.
             replicated: which plain tensors of a state tree are equal on all ranks; None: all. Of a state with sharded
                 tensors rank 0 writes all plain tensors.
+            beside: file name -> what else of rank 0 is put into the folder of a sharded step; not for a replicated one.
 
         Raises:
             ConfigError: a state that cannot be stored.
@@ -189,13 +204,14 @@ class ShardPlanner:
             Timeout: a rank does not take part in a write plan.
         """
         if isinstance(state, WritePlan):
-            return self._plan_given(state, per_rank, lazy, replicated, agree)
+            return self._plan_given(state, per_rank, beside or {}, lazy, replicated, agree)
         own = OwnState.of(_dump_own(per_rank))
+        files = self._files_beside(beside or {})
         if self._cached_sharded is not None:
             # Most likely it is sharded again; otherwise this was done for nothing.
             structure = dump(state, is_leaf=_is_leaf)
             if any(map(_is_sharded, set(map(type, structure.leaves)))):
-                return self._plan_sharded(state, structure, own, lazy)
+                return self._plan_sharded(state, structure, own, files, lazy)
             self._cached_sharded = None
         try:
             structure = dump(state, is_leaf=_is_sharded)
@@ -207,7 +223,9 @@ class ShardPlanner:
             structure = dump(without_refused(state, is_leaf=_is_sharded), is_leaf=_is_sharded)
         if structure.leaves:
             # Every tensor is a leaf, because plain ones are stored as boxes, too.
-            return self._plan_sharded(state, dump(state, is_leaf=_is_leaf), own, lazy)
+            return self._plan_sharded(state, dump(state, is_leaf=_is_leaf), own, files, lazy)
+        if beside:
+            raise ConfigError("beside= is for states with sharded tensors: another one is a file, not a folder")
         return self._plan_replicated(state, structure, own, lazy, replicated, host)
 
     def leave_out(self, reason: str, agree: Agree) -> None:
@@ -315,7 +333,9 @@ class ShardPlanner:
 
     # -- a sharded state ----------------------------------------------------------------------------------------------
 
-    def _plan_sharded(self, state: Any, structure: Structure, own: OwnState, lazy: Wanted) -> ShardPlan:
+    def _plan_sharded(
+        self, state: Any, structure: Structure, own: OwnState, beside: Mapping[str, OwnState], lazy: Wanted
+    ) -> ShardPlan:
         found = keyed_leaves(state)
         leaves = list(found.values())
         signature = [(key, kind_of(leaf).structure(leaf)) for key, leaf in found.items()]
@@ -340,7 +360,9 @@ class ShardPlanner:
             leaves[number] if isinstance(leaves[number], Tensor) else source
             for (number, _, _), source in zip(cached.mine, sources, strict=True)
         ]
-        return self._sharded(cached.plan, cached.file, sources, entries, own, lazy, counted=counted)
+        return self._sharded(
+            cached.file, sources, entries, own, lazy, view=view_of_tree, beside=beside, counted=counted
+        )
 
     def _lay_out_sharded(
         self, state: Any, structure: Structure, found: Mapping[str, Any], order: Sequence[int], signature: object
@@ -372,12 +394,11 @@ class ShardPlanner:
         numbers = {key: number for number, key in enumerate(keys)}
         return _CachedSharded(
             signature=signature,
-            plan=plan.digest,
             mine=tuple(
                 (numbers[chunk.key], Box(chunk.offsets, chunk.sizes), dtype_from_name(chunk.dtype)) for chunk in chunks
             ),
             table=json.dumps([keys[number] for number in order]).encode(),
-            file=self._lay_out_file(chunks),
+            file=self._lay_out_file(chunks, plan.digest, lambda: map(plan.boxes_of_rank, range(self._world_size))),
             # without parts that would keep the tensors of this save in memory
             structure=dataclasses.replace(structure, extents=[], leaves=[], _template=b""),
         )
@@ -386,6 +407,7 @@ class ShardPlanner:
         self,
         given: WritePlan,
         per_rank: Any,
+        beside: Mapping[str, Any],
         lazy: Wanted,
         replicated: Callable[[Tensor], bool] | None,
         agree: Agree,
@@ -401,11 +423,12 @@ class ShardPlanner:
             for chunk in given.chunks
         )
         # What only this rank cannot store is refused by all, and none waits for it.
-        own, problem = None, ""
+        own, files, problem = None, {}, ""
         try:
             if replicated is not None:
                 raise ConfigError("replicated= is for state trees; a WritePlan says what each rank holds")
             own = OwnState.of(_dump_own(per_rank))
+            files = self._files_beside(beside)
             for chunk in given.chunks:
                 if not has_memory(chunk.tensor):  # it may have been freed since the write plan was made
                     raise refusal(chunk.tensor, chunk.key)
@@ -414,23 +437,20 @@ class ShardPlanner:
             problem = str(error)
         agreed = self._agree(boxes, tuple(given.objects), agree, problem=problem)
         assert own is not None  # else the ranks would have agreed on the problem
+        given = given.complete(functools.partial(_collect, agree))
         written = [given.chunks[number] for number in agreed.mine]
         sources = [chunk.tensor.detach() for chunk in written]
-        chunks = tuple(
-            Chunk(
-                chunk.key,
-                chunk.offsets,
-                chunk.box.sizes,
-                dtype_name(chunk.tensor.dtype),
-                chunk.tensor.dtype.itemsize,
-                chunk.shape or (),
-            )
-            for chunk in written
-        )
-        if self._cached_given is None or self._cached_given.chunks != chunks:
-            self._cached_given = self._lay_out_file(chunks)
+        chunks = tuple(boxes[number].chunk for number in agreed.mine)
+        cached = self._cached_given
+        if cached is None or (cached.of_all, cached.chunks) != (agreed.digest, chunks):
+            cached = self._cached_given = self._lay_out_file(chunks, agreed.digest, lambda: agreed.of_ranks)
         objects = [(STRUCTURE, _flat_structure(agreed.keys, given.objects))] if self._rank == 0 else []
-        return self._sharded(agreed.digest, self._cached_given, sources, lambda: list(objects), own, lazy)
+        return self._sharded(cached, sources, lambda: list(objects), own, lazy, view=given.stock_view, beside=files)
+
+    def _files_beside(self, beside: Mapping[str, Any]) -> dict[str, OwnState]:
+        if any(not is_stock_file(file) or file == STOCK_METADATA for file in beside):
+            raise ConfigError(f"beside= takes names of files that are not the step's own, and not {list(beside)}")
+        return {file: OwnState.of(_dump_own(content)) for file, content in beside.items()} if self._rank == 0 else {}
 
     def _agree(
         self,
@@ -451,37 +471,30 @@ class ShardPlanner:
             skips=skips,
         )
 
-    def _lay_out_file(self, chunks: tuple[Chunk, ...]) -> _CachedFile:
-        # For torch.load: a flat dict of what this file holds. The stand-in tensors have the sizes of the chunks and are
-        # in the same order, so storage i is chunk i.
-        flat = dump(
-            {
-                chunk.key if chunk.whole else f"{chunk.key}@{','.join(map(str, chunk.offsets))}": torch.empty(
-                    chunk.sizes, dtype=dtype_from_name(chunk.dtype), device="cpu"
-                )
-                for chunk in chunks
-            }
-        )
-        keys = flat.set_keys(range(len(chunks)))
-        layout = lay_out_storages([(key, chunk.nbytes) for key, chunk in zip(keys, chunks, strict=True)])
+    def _lay_out_file(
+        self, chunks: tuple[Chunk, ...], of_all: str, of_ranks: Callable[[], Iterable[Sequence[Chunk]]]
+    ) -> _CachedFile:
+        box_file = BoxFile.of(chunks)
         return _CachedFile(
+            of_all=of_all,
             chunks=chunks,
-            file=FilePlan.of(layout, shared_end=IDENTITY_BYTES, block_bytes=BLOCK_BYTES, writers=1, index=0),
+            box_file=box_file,
+            folder=StockFolder(of_ranks),
+            file=FilePlan.of(box_file.layout, shared_end=IDENTITY_BYTES, block_bytes=BLOCK_BYTES, writers=1, index=0),
             nbytes=tuple(chunk.nbytes for chunk in chunks),
             large=tuple(chunk.nbytes >= self._small_nbytes for chunk in chunks),
-            stored=dict(zip(keys, chunks, strict=True)),
-            flat=dataclasses.replace(flat, extents=[]),
         )
 
     def _sharded(
         self,
-        plan: str,
         cached: _CachedFile,
         sources: Sequence[Tensor],
         entries: Callable[[], list[tuple[str, bytes]]],
         own: OwnState,
         lazy: Wanted,
         *,
+        view: Callable[[bytes], StockView],
+        beside: Mapping[str, OwnState],
         counted: Sequence[Tensor] = (),
     ) -> ShardPlan:
         late: Sequence[bool] | None = None if lazy is False else cached.large
@@ -489,12 +502,16 @@ class ShardPlanner:
             late = [large and bool(lazy(source)) for large, source in zip(late, sources, strict=True)]
 
         def tail() -> list[tuple[str, bytes]]:
-            flat, table = cached.entries
-            return [(DATA_PICKLE, flat), *entries(), (CHUNKS, table)]
+            known = entries()
+            ours = [(DATA_PICKLE, cached.box_file.pickle), *known, (CHUNKS, cached.table)]
+            if self._rank:
+                return ours
+            ours += [(IN_FOLDER + file, content.to_bytes()) for file, content in beside.items()]
+            return [*self._stock_entries(cached, view, dict(known)[STRUCTURE]), *ours]
 
         return ShardPlan(
             replicated=False,
-            plan=plan,
+            plan=cached.of_all,
             own=own,
             file=StateFile(
                 plan=cached.file,
@@ -509,6 +526,29 @@ class ShardPlanner:
                 key_of=lambda index: cached.chunks[index].key,
             ),
         )
+
+    def _stock_entries(
+        self, cached: _CachedFile, view: Callable[[bytes], StockView], structure: bytes
+    ) -> list[tuple[str, bytes]]:
+        """What makes the step's folder a stock distributed checkpoint; nothing, with one warning, when the state has no
+        such form. Thread: copy."""
+        try:
+            return cached.folder.entries(view(structure), cached.box_file.layout)
+        except ConfigError as error:
+            logger.log(
+                logging.INFO if self._warned_of_form else logging.WARNING,
+                "torch.distributed.checkpoint cannot load these checkpoints, because of the state: %s;"
+                " Checkpointer.load does",
+                error,
+            )
+        except Exception:  # Boundary: an object of the user's that cannot be read back; the save itself is good.
+            logger.log(
+                logging.INFO if self._warned_of_form else logging.WARNING,
+                "torch.distributed.checkpoint cannot load these checkpoints; Checkpointer.load may",
+                exc_info=True,
+            )
+        self._warned_of_form = True
+        return []
 
 
 def _address(source: Tensor) -> int:
@@ -535,6 +575,18 @@ def _planned(key: str, leaf: Any, rank: int) -> PlannedLeaf:
             f" {list(known.layout.boxes(known.shape, rank))}; the ranks of its mesh must be those of the checkpointer"
         )
     return PlannedLeaf(key, known.shape, dtype_name(known.dtype), known.dtype.itemsize, known.layout)
+
+
+def _collect(agree: Agree, data: bytes) -> list[bytes]:
+    """On rank 0 the bytes that all ranks pass; elsewhere none. Collective."""
+    found: list[bytes] = []
+
+    def keep(messages: list[bytes]) -> list[bytes]:
+        found.extend(messages)
+        return [b""] * len(messages)
+
+    agree.coordinator.ask_first(f"{agree.topic}/objects", data, keep, timeout=agree.timeout)
+    return found
 
 
 def _refuse_hidden(state: Any, structure: Structure, keys: Mapping[int, str]) -> None:

@@ -125,7 +125,7 @@ class FilePlan:
         tasks = [CopyTask(torch.empty(0, dtype=torch.uint8, device="cpu"), 0, 0)]
         for entry, header in zip(layout.storages, layout.headers, strict=True):
             data = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-            tasks.append(CopyTask(data, entry.at, len(header), data.data_ptr()))
+            tasks.append(CopyTask(data, entry.start - len(header), len(header), data.data_ptr()))
             tasks.append(CopyTask(data, entry.start, entry.nbytes, data.data_ptr()))
         starts = tuple(entry.start for entry in layout.storages)
         return cls(layout, shared_end, block_bytes, writers, index, blocks, mine, starts, needed, tasks)

@@ -16,6 +16,7 @@ from resiliency.checkpoint.rank_messages import (
     ask_first,
 )
 from resiliency.errors import ConfigError
+from resiliency.storage.shard_file import Chunk
 
 __all__ = ["Agreed", "LeftOut", "WriteAgreement"]
 
@@ -33,12 +34,14 @@ class Agreed:
         mine: numbers of those that it writes.
         digest: of the decision; equal on all ranks.
         keys: of all tensors; known to rank 0 only.
+        of_ranks: the boxes that each rank writes, by rank; known to rank 0 only.
     """
 
     boxes: tuple[OfferedBox, ...]
     mine: tuple[int, ...]
     digest: str
     keys: tuple[str, ...] = ()
+    of_ranks: tuple[tuple[Chunk, ...], ...] = ()
 
 
 class WriteAgreement:
@@ -93,16 +96,19 @@ class WriteAgreement:
         if answer.digest and before is not None:
             return before
         keys: list[str] = []
+        of_ranks: list[tuple[Chunk, ...]] = []
 
         def share(offers: Sequence[WritePlanBoxes]) -> Sequence[WritePlanAnswer]:
             decided = share_out([offer.boxes for offer in offers])
             _refuse_names(objects, decided.keys)
             keys.extend(decided.keys)
+            for offer, mine in zip(offers, decided.shares, strict=True):
+                of_ranks.append(tuple(offer.boxes[number].chunk for number in mine))
             return [WritePlanAnswer(digest=decided.digest, mine=mine) for mine in decided.shares]
 
         answer = ask_first(coordinator, f"{topic}/boxes", WritePlanBoxes(boxes=boxes), share, timeout=timeout)
         _raise_problem(answer)
-        self._agreed = Agreed(boxes, answer.mine, answer.digest, tuple(keys))
+        self._agreed = Agreed(boxes, answer.mine, answer.digest, tuple(keys), tuple(of_ranks))
         return self._agreed
 
 

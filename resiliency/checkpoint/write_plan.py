@@ -9,13 +9,14 @@ or a strategy. :meth:`Checkpointer.save` takes a :class:`WritePlan` instead of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from resiliency.checkpoint.stock_view import StockView, view_of_flat
 from resiliency.errors import ConfigError
 from resiliency.state.leaf_kinds import Box, has_memory, refusal
 
@@ -93,3 +94,17 @@ class WritePlan:
             if (chunk.key, chunk.offsets) in seen:
                 raise ConfigError(f"two chunks of tensor {chunk.key!r} begin at {chunk.offsets}; pass each box once")
             seen.add((chunk.key, chunk.offsets))
+
+    def complete(self, gather: Callable[[bytes], Sequence[bytes]]) -> WritePlan:
+        """The plan with what of it other ranks must be asked for. ``gather``: each rank passes some bytes, and gets
+        those of all ranks."""
+        return self
+
+    def stock_view(self, structure: bytes) -> StockView:
+        """How torch's distributed checkpoint sees the step, see :mod:`resiliency.checkpoint.stock_view`."""
+        return view_of_flat(structure, _path_of)
+
+
+def _path_of(key: str) -> tuple[str, ...]:
+    """The path in a state tree that the key of a chunk stands for."""
+    return tuple(part.replace("%2F", "/").replace("%25", "%") for part in key.split("/"))

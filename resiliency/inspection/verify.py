@@ -124,7 +124,8 @@ def _metadata(view: StepView, copy: StoredCopy) -> list[Finding]:
     found += [finding(True, file, text) for file, text in listing.faults().items()]
     if listing.manifest is None and not listing.problems:
         for rank in sorted(set(range(view.needed or 1)) - set(listing.records)):
-            if listing.part is not None and shard_file(rank) not in listing.sizes:
+            part = listing.part
+            if part and shard_file(rank, part.version, replicated=part.replicated) not in listing.sizes:
                 continue  # it is in the folder of another host
             found.append(finding(True, record_file(rank), "is missing, so its shard cannot be checked"))
     return found

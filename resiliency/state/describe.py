@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["MEMO_BYTES", "MEMO_FROM", "STORAGE_CLASSES", "LeafMark", "Table", "describe_all"]
+__all__ = [
+    "MEMO_BYTES",
+    "MEMO_FROM",
+    "STORAGE_CLASSES",
+    "LeafMark",
+    "Table",
+    "describe_all",
+    "tensor_pickle",
+    "tensors_pickle",
+]
 
 #: torch's storage class for each dtype; tensors of other dtypes are described by torch itself.
 STORAGE_CLASSES: Mapping[torch.dtype, str] = {
@@ -57,6 +67,33 @@ def describe_all(
         else _describe(entry, storages[entry[0]], keys[entry[0]], None)
         for entry in entries
     ]
+
+
+def tensor_pickle(dtype: torch.dtype, shape: Sequence[int], key: str) -> bytes:
+    """The pickle of one tensor in C order, of any dtype, whose storage has this key and nothing else."""
+    return b"\x80\x02" + _describe_plain(dtype, shape, key) + b"."
+
+
+def tensors_pickle(tensors: Sequence[tuple[str, torch.dtype, Sequence[int], str]]) -> bytes:
+    """The pickle of a dict of such tensors, given as (name, dtype, shape, storage key)."""
+    items = [_text(name) + _describe_plain(dtype, shape, key) for name, dtype, shape, key in tensors]
+    return b"".join((b"\x80\x02}(", *items, b"u."))
+
+
+def _describe_plain(dtype: torch.dtype, shape: Sequence[int], key: str) -> bytes:
+    """Pickle operations that push one tensor in C order, whose storage has this key."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if dtype in STORAGE_CLASSES:
+        described = _describe((0, dtype, shape, False), (nbytes, "cpu"), key, None)
+        return _global(b"torch._utils", b"_rebuild_tensor_v2", None) + described + b"R"
+    # Torch gives dtypes that are younger than its storage classes an untyped storage, and names them behind the rest.
+    parts = [_global(b"torch._utils", b"_rebuild_tensor_v3", None), b"((", _text("storage")]
+    parts += [_global(b"torch.storage", b"UntypedStorage", None), _text(key), _text("cpu"), _number(nbytes), b"tQ"]
+    parts.append(_number(0))
+    for numbers in (shape, _strides(shape)):
+        parts += [b"(", *map(_number, numbers), b"t"]
+    parts += [b"\x89", _global(b"collections", b"OrderedDict", None), b")R"]
+    return b"".join((*parts, _global(b"torch", str(dtype).removeprefix("torch.").encode(), None), b"tR"))
 
 
 def _describe(tensor: Any, storage: tuple[int, str], key: str, memo: _Memo | None) -> bytes:

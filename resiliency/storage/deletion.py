@@ -12,6 +12,7 @@ from resiliency.faultpoints import hit
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.manifest import COMMIT_MARK, MANIFEST
 from resiliency.storage.names import delete_names
+from resiliency.storage.shard_file import STOCK_METADATA
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 
@@ -31,7 +32,8 @@ def delete_step(
 ) -> list[str]:
     """Deletes a step, or one host's part of it, in an order that is safe when a kill interrupts it:
 
-    1. the manifest, or the mark of one host's part. Killed after it: the step no longer counts as committed. The next
+    1. the manifest, before it what stock readers look for, and the mark of one host's part. Killed after it: the step
+       no longer counts as committed. The next
        deletion finds it by its records and, because the records list the names, deletes the same names;
     2. names that still point to this step; names that point to another step by now stay. Killed after it: the step has
        no name;
@@ -59,9 +61,11 @@ def delete_step(
     """
     prefix = step_prefix(run, step)
     found = set(files)
-    rest = sorted(found - {MANIFEST, COMMIT_MARK})
+    rest = sorted(found - {MANIFEST, COMMIT_MARK, STOCK_METADATA})
     hit("agent.prune.manifest")
     before_each()
+    if STOCK_METADATA in found:
+        tier.delete(prefix + STOCK_METADATA)
     tier.delete(prefix + MANIFEST)
     if COMMIT_MARK in found:
         tier.delete(prefix + COMMIT_MARK)

@@ -7,13 +7,23 @@ from collections.abc import Iterable
 
 from resiliency.errors import UnsupportedFormat
 
-__all__ = ["FORMAT_VERSION", "READ_VERSIONS", "earlier_format", "is_read", "refuse_format", "shard_ending"]
+__all__ = [
+    "FORMAT_VERSION",
+    "READ_VERSIONS",
+    "earlier_format",
+    "has_stock_folders",
+    "is_read",
+    "refuse_format",
+    "shard_ending",
+]
 
 #: Version of what is written. A step is in one version for ever, which its records and shard files state.
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 #: How names of shard files end, by the versions that are read; a reader refuses any other with an error. Format 3 ended
 #: them as users end their names, so that a search for "*.ckpt" in the folder of a running fit found each file twice.
-_SHARD_ENDINGS = {3: ".ckpt", FORMAT_VERSION: ".shard"}
+_SHARD_ENDINGS = {3: ".ckpt", 4: ".shard", FORMAT_VERSION: ".shard"}
+#: From this version on the shards of a sharded step are named as torch names those of its distributed checkpoints.
+_STOCK_FOLDERS_FROM = 5
 READ_VERSIONS = tuple(_SHARD_ENDINGS)
 #: Names of step folders in format 1, and of shards in format 2; they are recognised only to be refused.
 _STEP_DIR_OF_FORMAT_1 = re.compile(r"^\d{10,}-a\d{4,}-[0-9a-f]{8}$")
@@ -30,6 +40,11 @@ def shard_ending(version: int) -> str:
     return _SHARD_ENDINGS[version]
 
 
+def has_stock_folders(version: int) -> bool:
+    """True when the folder of a sharded step is also a stock distributed checkpoint."""
+    return version >= _STOCK_FOLDERS_FROM
+
+
 def refuse_format(version: object, where: str) -> UnsupportedFormat:
     """Makes the error for data of another version of the format; it says what can read them."""
     if isinstance(version, int) and version > FORMAT_VERSION:
@@ -39,7 +54,8 @@ def refuse_format(version: object, where: str) -> UnsupportedFormat:
             "export it with the version of resiliency that wrote it (resiliency ckpt export), or start in another"
             " directory or run; nothing there was changed"
         )
-    known = " and ".join(map(str, READ_VERSIONS))
+    *others, last = map(str, READ_VERSIONS)
+    known = f"{', '.join(others)} and {last}"
     return UnsupportedFormat(
         f"{where} has checkpoint format {version}, this version reads {known}: {advice}", path=where
     )

@@ -6,7 +6,8 @@ Layout below a tier's root, the same on every tier::
       <name>.ckpt                                   a step's state under the user's name: a link to its shard 0
       .resiliency/<run>/
         steps/0000000100-a0003-7f3c9b-00/           one folder for each save: never overwritten in place
-          shard-00000.shard                         a stock torch archive, see resiliency.storage.shard_file
+          shard-00000.shard                         a stock torch archive, see resiliency.storage.shard_file; of a
+                                                    sharded step __0_0.distcp, see resiliency.storage.stock_folder
           shard-00000.json                          its record: size and digests; written after the shard
           manifest.json                             written last; commits the step
           committed.json                            instead, on a tier that each host has for itself
@@ -33,7 +34,14 @@ import xxhash
 
 from resiliency.errors import CorruptShard
 from resiliency.storage.blocks import Blocks
-from resiliency.storage.format_version import FORMAT_VERSION, READ_VERSIONS, is_read, refuse_format, shard_ending
+from resiliency.storage.format_version import (
+    FORMAT_VERSION,
+    READ_VERSIONS,
+    has_stock_folders,
+    is_read,
+    refuse_format,
+    shard_ending,
+)
 from resiliency.storage.json_object import json_object, reason
 from resiliency.storage.step_id import StepId
 
@@ -53,15 +61,21 @@ EVENTS_DIR = "events"
 MANIFEST = "manifest.json"
 COMMIT_MARK = "committed.json"
 _SHARD_FILE = re.compile(r"shard-(\d{5,})(\.[a-z]+)")
+_STOCK_SHARD_FILE = re.compile(r"__(\d+)_0\.distcp")
 
 
-def shard_file(rank: int, version: int = FORMAT_VERSION) -> str:
-    """File name of the shard that ``rank`` wrote in a step of this version of the format."""
+def shard_file(rank: int, version: int = FORMAT_VERSION, *, replicated: bool = True) -> str:
+    """File name of the shard that ``rank`` wrote in a replicated or sharded step of this version of the format."""
+    if not replicated and has_stock_folders(version):
+        return f"__{rank}_0.distcp"
     return f"shard-{rank:05d}{shard_ending(version)}"
 
 
 def rank_of_shard(file: str, versions: Iterable[int] = READ_VERSIONS) -> int | None:
-    """The inverse of :func:`shard_file` for steps of these versions; None for all other files."""
+    """The inverse of :func:`shard_file` for steps of these versions; None for all other files. A stock distributed
+    checkpoint has files of the same names."""
+    if (match := _STOCK_SHARD_FILE.fullmatch(file)) is not None:
+        return int(match[1]) if any(map(has_stock_folders, versions)) else None
     match = _SHARD_FILE.fullmatch(file)
     return int(match[1]) if match is not None and match[2] in map(shard_ending, versions) else None
 
@@ -154,7 +168,7 @@ class ShardRecord:
 
     @property
     def file(self) -> str:
-        return shard_file(self.rank, self.version)
+        return shard_file(self.rank, self.version, replicated=self.replicated)
 
     @property
     def blocks(self) -> Blocks:

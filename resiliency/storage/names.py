@@ -2,7 +2,8 @@
 
 The name of a replicated step ("step=100.ckpt") is shard 0 of the step itself: a hard link in a folder, a copy that the
 store makes by itself in a bucket. So it is a stock torch checkpoint, which can be loaded, copied and uploaded like any
-other. The name of a sharded step is a folder with all its shards and its manifest.
+other. The name of a sharded step is a folder with all its shards, its manifest, and what makes it a stock distributed
+checkpoint (:mod:`resiliency.storage.stock_folder`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import posixpath
 import re
 import stat
 from collections.abc import Callable, Iterable
@@ -21,8 +21,9 @@ from resiliency.storage.catalog import step_prefix
 from resiliency.storage.change_times import newer_than_before
 from resiliency.storage.known_files import recall
 from resiliency.storage.manifest import MANIFEST, StepRecords, rank_of_shard, record_file, shard_file
-from resiliency.storage.shard_file import IDENTITY_BYTES, Identity, read_identity
+from resiliency.storage.shard_file import IDENTITY_BYTES, STOCK_METADATA, Identity, read_identity
 from resiliency.storage.step_id import StepId
+from resiliency.storage.stock_folder import has_stock_metadata, stock_files
 from resiliency.storage.tiers._keys import partial_name
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
@@ -42,6 +43,9 @@ logger = logging.getLogger(__name__)
 #: Files of a distributed checkpoint of torch, and the one that Lightning adds.
 _IN_STOCK_FOLDER = re.compile(r"\.metadata|__\d+_\d+\.distcp|meta\.pt")
 
+#: Of a sharded step: without these nobody takes the folder for a whole checkpoint.
+_FIRST_TO_GO = (STOCK_METADATA, MANIFEST)
+
 
 def read_name(tier: Tier, name: str) -> Identity | None:
     """The step that a name points to; None when there is none, or a file that is not ours (a stock checkpoint).
@@ -57,8 +61,9 @@ def read_name(tier: Tier, name: str) -> Identity | None:
     except FileNotFoundError:
         # Any shard will do: a folder that one host has for itself may not have the first one, and an interrupted
         # deletion leaves only some.
-        keys = (info.key for info in tier.list(f"{name}/shard-"))
-        shard = min((key for key in keys if rank_of_shard(key.removeprefix(f"{name}/")) is not None), default=None)
+        keys = [info.key for start in ("shard-", "__") for info in tier.list(f"{name}/{start}")]
+        ranks = {key: rank for key in keys if (rank := rank_of_shard(key.removeprefix(f"{name}/"))) is not None}
+        shard = min(ranks, key=lambda key: ranks[key], default=None)
     if shard is None:
         return None
     try:
@@ -165,7 +170,7 @@ def _has_name(tier: Tier, step: StepRecords, name: str) -> bool:
     files = [name] if step.replicated else [f"{name}/{shard.file}" for shard in step.shards[:1]]
     if not step.replicated and len(step.shards) == step.world_size:
         # The last file that the folder gets. It is not of an earlier step: that one went before the first shard came.
-        files.append(f"{name}/{MANIFEST}")
+        files.append(f"{name}/{STOCK_METADATA if has_stock_metadata(tier, step) else MANIFEST}")
     try:
         for file in files[1:]:
             tier.read_range(file, 0, 1)
@@ -208,22 +213,22 @@ def _give(tier: Tier, step: StepRecords, name: str) -> str:
         with newer_than_before(tier.location(name)) if tier.is_local else nullcontext():
             tier.alias(prefix + shard_file(0, step.version), name)
         return ""
-    if holder is None:
-        _delete_stock_folder(tier, name)
-    elif holder.replicated:
+    if holder is not None and holder.replicated:
         tier.delete(name)
-    if holder is not None and (holder.run, holder.id) != (step.run, step.id):
-        tier.delete(f"{name}/{MANIFEST}")  # first, as in a deletion, because its shards are about to go
+    there = [info.key.removeprefix(f"{name}/") for info in tier.list(f"{name}/")]
+    if holder is None or (holder.run, holder.id) != (step.run, step.id):
+        for file in filter(there.__contains__, _FIRST_TO_GO):  # as in a deletion: the shards are about to go
+            tier.delete(f"{name}/{file}")
     files = [shard.file for shard in step.shards]
     for file in files:
         tier.alias(prefix + file, f"{name}/{file}")
-    for info in list(tier.list(f"{name}/")):
-        file = info.key.removeprefix(f"{name}/")
-        if file not in files and file.startswith("shard-"):
-            tier.delete(info.key)  # left by a larger job that had the name before
-    # The manifest comes last, as in the step itself: a name without a manifest is unfinished.
-    if len(files) == step.world_size:
-        tier.alias(prefix + MANIFEST, f"{name}/{MANIFEST}")
+    # The manifest comes after the shards, as in the step itself: a name without a manifest is unfinished.
+    last = [MANIFEST, *stock_files(tier, step)] if len(files) == step.world_size else []
+    for file in there:
+        if file not in (*files, *last) and (file.startswith("shard-") or _IN_STOCK_FOLDER.fullmatch(file)):
+            tier.delete(f"{name}/{file}")  # left by a larger job, or a stock one, that had the name before
+    for file in last:
+        tier.alias(prefix + file, f"{name}/{file}")
     return ""
 
 
@@ -246,17 +251,10 @@ def _warn_once(text: str) -> None:
 
 
 def _delete_folder(tier: Tier, name: str) -> None:
-    """Deletes the name of a sharded step, its manifest first."""
-    for info in sorted(tier.list(f"{name}/"), key=lambda info: (info.key != f"{name}/{MANIFEST}", info.key)):
+    """Deletes the name of a sharded step: what readers look for first."""
+    order = {f"{name}/{file}": number for number, file in enumerate(_FIRST_TO_GO)}
+    for info in sorted(tier.list(f"{name}/"), key=lambda info: (order.get(info.key, len(order)), info.key)):
         tier.delete(info.key)
-
-
-def _delete_stock_folder(tier: Tier, name: str) -> None:
-    """Deletes from a folder the files of a distributed checkpoint that torch or Lightning has written there, as they do
-    themselves when they write another one. Otherwise they would go on reading the old one."""
-    found = [info.key for info in tier.list(f"{name}/") if _IN_STOCK_FOLDER.fullmatch(posixpath.basename(info.key))]
-    for key in sorted(found, key=lambda key: not key.endswith("/.metadata")):  # without it nothing is read
-        tier.delete(key)
 
 
 def delete_names(tier: Tier, run: str, names: Iterable[str], *, step: StepId | None = None) -> list[str]:

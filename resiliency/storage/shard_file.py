@@ -9,21 +9,37 @@ A file is one zip archive (:mod:`resiliency.storage.archive`) in this order::
     resiliency/rank.pt         what only this rank has, a stock torch checkpoint too
     resiliency/structure.pkl   of a sharded step, in shard 0: the structure of the whole state
     resiliency/chunks.json     of a sharded step: which box of which tensor each storage is
+    resiliency/folder/<file>   of a sharded step, in shard 0: a file that is put beside the shards when the step is
+                               committed, see resiliency.storage.stock_folder
 
 ``torch.load`` ignores the entries of our own. Offsets of the storages follow from their sizes alone, so that all ranks
 of a host know them without talking; what follows the storages is written by one rank.
+
+In a sharded step each box is also a torch archive of its own, with one tensor, so that torch's distributed checkpoint
+can read the file, too: the box's header and bytes are in both archives, and the rest of the small one (``data.pkl``,
+its directory) lies behind them, where the large archive has a gap (:func:`lay_out_boxes`)::
+
+    | header of data/17 | bytes | data.pkl, byteorder, version | directory of the small archive | next box ...
 """
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from resiliency.errors import CorruptShard
-from resiliency.storage.archive import ArchiveEntry, data_start, directory, directory_part, entry_at, local_header
+from resiliency.storage.archive import (
+    ALIGNMENT,
+    ArchiveEntry,
+    data_start,
+    directory,
+    directory_part,
+    entry_at,
+    local_header,
+)
 from resiliency.storage.format_version import FORMAT_VERSION, is_read, refuse_format
 from resiliency.storage.step_id import StepId
 
@@ -32,16 +48,22 @@ __all__ = [
     "DATA_PICKLE",
     "IDENTITY",
     "IDENTITY_BYTES",
+    "IN_FOLDER",
     "LEAF_PREFIX",
     "RANK_STATE",
+    "STOCK_METADATA",
     "STRUCTURE",
+    "BoxArchive",
     "Chunk",
     "Identity",
     "Placed",
     "StorageLayout",
     "archive_tail",
+    "box_archive",
+    "box_starts",
     "chunks_from_json",
     "chunks_to_json",
+    "lay_out_boxes",
     "lay_out_storages",
     "read_identity",
     "storage_name",
@@ -52,6 +74,10 @@ DATA_PICKLE = "data.pkl"
 RANK_STATE = "resiliency/rank.pt"
 STRUCTURE = "resiliency/structure.pkl"
 CHUNKS = "resiliency/chunks.json"
+#: Names of entries that are files beside the shards begin with this.
+IN_FOLDER = "resiliency/folder/"
+#: The file that torch's distributed checkpoint reads first.
+STOCK_METADATA = ".metadata"
 #: Keys of storages in STRUCTURE that stand for leaves begin with this.
 LEAF_PREFIX = "leaf-"
 #: Bytes of the first entry and its header. The storages begin after them.
@@ -159,14 +185,18 @@ class StorageLayout:
     Attributes:
         entries: all entries so far, in file order.
         storages: the entries of the storages.
-        headers: the bytes of the storages' headers, in file order.
+        headers: for each storage, the bytes before its data that are not data of the storage before: its header.
         end: offset behind the last storage; what follows has no fixed place.
+        closing: the bytes that follow there at once.
+        slices: of a file of boxes: (offset, bytes) of each box's own archive, in file order.
     """
 
     entries: tuple[ArchiveEntry, ...]
     storages: tuple[ArchiveEntry, ...]
     headers: tuple[bytes, ...]
     end: int
+    closing: bytes = b""
+    slices: tuple[tuple[int, int], ...] = ()
 
     @functools.cached_property
     def listed(self) -> bytes:
@@ -190,10 +220,56 @@ def lay_out_storages(storages: Sequence[tuple[str, int]], *, identity: bool = Tr
     return StorageLayout((*first, *entries), tuple(entries), tuple(map(local_header, entries)), at)
 
 
+class BoxArchive(NamedTuple):
+    """The torch archive of one box, but for the bytes of the box.
+
+    Attributes:
+        before, behind: what precedes and follows those bytes.
+        nbytes: size of the archive, with them.
+    """
+
+    before: bytes
+    behind: bytes
+    nbytes: int
+
+
+def box_archive(key: str, nbytes: int, pickled: bytes) -> BoxArchive:
+    """The archive of a box of so many bytes, stored under a key; ``pickled`` describes the tensor."""
+    alone = lay_out_storages([(key, nbytes)], identity=False)
+    behind = archive_tail(alone, [(DATA_PICKLE, pickled)])
+    return BoxArchive(alone.headers[0], behind, alone.end + len(behind))
+
+
+def box_starts(archives: Iterable[BoxArchive]) -> list[int]:
+    """The offset of each box's archive in a file of boxes, and behind them the offset where the next one would be."""
+    starts = [IDENTITY_BYTES]
+    for archive in archives:
+        starts.append((starts[-1] + archive.nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT)
+    return starts
+
+
+def lay_out_boxes(boxes: Sequence[tuple[str, int]], archives: Sequence[BoxArchive]) -> StorageLayout:
+    """Places the storages of boxes, given as (key, bytes), each within its own archive, in their order."""
+    starts = box_starts(archives)
+    entries, headers, behind = [], [], b""
+    for (key, nbytes), archive, at, following in zip(boxes, archives, starts, starts[1:], strict=False):
+        entries.append(entry_at(storage_name(key), at, nbytes))
+        headers.append(behind + archive.before)
+        behind = archive.behind + bytes(following - at - archive.nbytes)
+    return StorageLayout(
+        (_IDENTITY_ENTRY, *entries),
+        tuple(entries),
+        tuple(headers),
+        entries[-1].end if entries else IDENTITY_BYTES,
+        closing=behind,
+        slices=tuple((at, archive.nbytes) for at, archive in zip(starts, archives, strict=False)),
+    )
+
+
 def archive_tail(layout: StorageLayout, entries: Sequence[tuple[str, bytes]]) -> bytes:
     """Everything that follows the storages: these entries, the other entries that torch requires, and the directory."""
-    at = layout.end
-    pieces: list[bytes] = []
+    at = layout.end + len(layout.closing)
+    pieces: list[bytes] = [layout.closing]
     placed = []
     for name, data in (*entries, *_STOCK_ENTRIES):
         entry = entry_at(name, at, len(data))

@@ -17,9 +17,12 @@ def is_stock(path: str) -> bool:
     if "://" in path or not os.path.exists(path):
         return False
     if os.path.isdir(path):
-        return META_DIR not in path and not any(
-            os.path.exists(os.path.join(path, shard_file(0, version))) for version in READ_VERSIONS
-        )
+        if META_DIR in path:
+            return False
+        shard = os.path.join(path, shard_file(0, replicated=False))  # stock files have this name, too
+        if not os.path.exists(shard):
+            return not any(os.path.exists(os.path.join(path, shard_file(0, version))) for version in READ_VERSIONS)
+        path = shard
     try:
         with os.fdopen(open_own(path), "rb") as file:
             return read_identity(file.read(IDENTITY_BYTES), where=path) is None

@@ -46,7 +46,10 @@ def step_of(config: AgentConfig, step: int) -> StepId:
 
 
 def shard_path(config: AgentConfig, step: int, shard: int = 0) -> Path:
-    return Path(config.local.address, step_prefix(config.run, step_of(config, step)), shard_file(shard))
+    """Where the shard of a step is; where that of a sharded step would be when there is none."""
+    folder = Path(config.local.address, step_prefix(config.run, step_of(config, step)))
+    sharded, replicated = (folder / shard_file(shard, replicated=whole) for whole in (False, True))
+    return replicated if replicated.exists() else sharded
 
 
 def write_shard(
@@ -61,7 +64,7 @@ def write_shard(
         id=step_of(config, step), run=config.run, rank=shard, world_size=config.world_size, replicated=replicated
     )
     data = small_file(identity, OwnState.of(dump({"step": step, "shard": shard, "pad": "x" * pad})))
-    path = shard_path(config, step, shard)
+    path = shard_path(config, step, shard).with_name(shard_file(shard, replicated=replicated))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     blocks = Blocks(len(data), block_bytes)

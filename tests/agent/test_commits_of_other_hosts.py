@@ -84,7 +84,7 @@ def test_an_agent_is_idle_while_another_host_has_not_sent_its_part(tmp_path: Pat
     agent.handle(0, seal)
     agent.handle(0, Complete(id=seal.id))
     assert agent.wait(Stage.DURABLE, timeout_s=20)
-    assert list((tmp_path / "store").rglob("shard-*.shard")), "this host's part is sent"
+    assert list((tmp_path / "store").rglob("*.distcp")), "this host's part is sent"
     assert not [message for message in heard if getattr(message, "tier", "") == "store"]
     assert agent.idle, "it exits when its ranks have left"
 

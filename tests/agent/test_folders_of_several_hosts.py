@@ -25,6 +25,7 @@ from resiliency.callbacks.checkpointing.earlier import newest_step
 from resiliency.checkpoint.checkpointer import CheckpointerOptions
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.options import LocalTierOptions
+from resiliency.storage.manifest import rank_of_shard
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import make_checkpointer, make_state, run_ranks
@@ -61,7 +62,11 @@ def later(config: AgentConfig, attempt: str) -> AgentConfig:
 
 def steps_of(config: AgentConfig) -> list[int]:
     folder = shard_path(config, 1).parents[1]
-    return sorted(int(path.name.partition("-")[0]) for path in folder.iterdir() if any(path.glob("shard-*.shard")))
+    return sorted(
+        int(path.name.partition("-")[0])
+        for path in folder.iterdir()
+        if any(rank_of_shard(file.name) is not None for file in path.iterdir())
+    )
 
 
 def mark(config: AgentConfig, step: int) -> Path:
@@ -370,7 +375,7 @@ def test_the_commit_of_a_step_is_awaited_of_which_this_host_has_nothing_any_more
     config = dataclasses.replace(config, local=dataclasses.replace(config.local, keep=1))
     first, _ = start(config)
     save(first, 1, tiers=("store",))
-    record = shard_path(config, 1, 1).with_suffix(".json")
+    record = shard_path(config, 1).with_name("shard-00001.json")
     data = record.read_bytes()
     save(first, 2)
     assert steps_of(config) == [2]

@@ -20,7 +20,7 @@ from resiliency.errors import AgentError
 from resiliency.events import EventWriter
 from resiliency.storage.blocks import Blocks, block_digest
 from resiliency.storage.catalog import scan
-from resiliency.storage.manifest import BlockShare
+from resiliency.storage.manifest import BlockShare, record_file
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
 from tests.agent.sealing import config_for, manifest_of, seal_of, sealed, shard_path, step_of, write_shard
@@ -375,9 +375,8 @@ def test_a_step_that_may_be_committed_stays_whatever_is_said_of_it(
     again.handle(1, GiveUp(id=step_of(config, 1), reason="X"))
     settle(again)
     assert len(reasons(heard, 1)) == 1
-    assert {path.name for path in shard_path(config, 1).parent.iterdir()} >= {
-        f"shard-0000{rank}.{kind}" for rank in (0, 1) for kind in ("json", "shard")
-    }
+    files = {file for rank in (0, 1) for file in (record_file(rank), shard_path(config, 1, rank).name)}
+    assert {path.name for path in shard_path(config, 1).parent.iterdir()} >= files
 
 
 @pytest.mark.parametrize("gone", ["step=1.ckpt", "manifest.json"])

@@ -237,7 +237,7 @@ def test_an_agent_stopped_anywhere_and_continued_in_a_later_attempt_changes_noth
         after = snapshot(local)
         assert after == before, sorted(set(after.items()) ^ set(before.items()))
         assert last(local) == 2 and manifest_of(new.config, 2) is not None
-        assert os.path.samefile(local / "last.ckpt" / "shard-00000.shard", shard_path(new.config, 2))
+        assert os.path.samefile(local / "last.ckpt" / "__0_0.distcp", shard_path(new.config, 2))
     finally:
         if old.poll() is None:
             old.kill()

@@ -21,7 +21,7 @@ from resiliency.errors import TierError
 from resiliency.events import EventWriter, JsonlSink
 from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import scan, step_prefix
-from resiliency.storage.manifest import ShardRecord
+from resiliency.storage.manifest import ShardRecord, shard_file
 from resiliency.storage.retention import DeleteRequest
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.local import LocalTier
@@ -72,7 +72,7 @@ class Host:
 
     def record(self, step: StepId = STEP, plan: str = "p") -> ShardRecord:
         data = f"{step} of {self.rank}".encode() * 50
-        path = self.local / step_prefix("r", step) / f"shard-{self.rank:05d}.shard"
+        path = self.local / step_prefix("r", step) / shard_file(self.rank, replicated=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
         return ShardRecord(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 import io
 import json
-import multiprocessing
 import os
 import time
-import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -32,7 +30,7 @@ from resiliency.inspection.contents import read_contents
 from resiliency.state.tree import dtype_from_name
 from resiliency.storage.shard_file import Chunk
 from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state, run_ranks
-from tests.ports import free_port
+from tests.checkpoint.gloo_ranks import run_gloo
 
 SOON = timedelta(seconds=30)
 
@@ -123,44 +121,8 @@ def test_only_the_keys_asked_for_are_read(saved: dict[int, Path]) -> None:
 # ---- DTensors: two processes over gloo
 
 
-def _rank(rank: int, ranks: int, port: int, directory: str, work: str, errors: Any) -> None:
-    try:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        torch.set_num_threads(1)
-        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=40))
-        try:
-            globals()[work](rank, directory)
-            torch.distributed.barrier()  # rank 0 holds the store; what happens when it leaves first is tested elsewhere
-        finally:
-            torch.distributed.destroy_process_group()
-    except BaseException:  # Boundary: the parent reports it.
-        errors.put(f"rank {rank}: {traceback.format_exc()}")
-
-
 def _together(work: str, directory: Path, *, ranks: int = 2) -> None:
-    port = free_port()
-    context = multiprocessing.get_context("fork")
-    errors = context.SimpleQueue()
-    processes = [
-        context.Process(target=_rank, args=(rank, ranks, port, str(directory), work, errors)) for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        for process in processes:
-            process.join(60)
-        late = [process.pid for process in processes if process.is_alive()]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join(10)
-            process.close()
-    problems = []
-    while not errors.empty():
-        problems.append(errors.get())
-    errors.close()
-    assert not problems, "\n".join(problems)
-    assert not late, "a rank did not end within a minute"
+    run_gloo(ranks, globals()[work], str(directory))
 
 
 WHOLE = {

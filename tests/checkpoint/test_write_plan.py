@@ -91,7 +91,7 @@ def test_a_box_that_several_ranks_offer_is_written_by_one(tmp_path: Path) -> Non
         tmp_path, lambda rank, step: WritePlan(chunks=[WriteChunk(key=k, tensor=t) for k, t in same.items()])
     )
     assert differences(one.state, same) == [] and differences(other.state, same) == []
-    sizes = [path.stat().st_size for path in tmp_path.glob(".resiliency/*/steps/*/*.shard")]
+    sizes = [path.stat().st_size for path in tmp_path.glob(".resiliency/*/steps/*/*.distcp")]
     assert len(sizes) == 2 and max(sizes) < 2 * 12_000, "both ranks wrote both"
 
 

@@ -28,7 +28,7 @@ from resiliency.inspection.liveness import evidence_of_use
 from resiliency.inspection.pruning import Deletion, delete, plan_pruning
 from resiliency.settings import environment
 from resiliency.storage.catalog import scan
-from resiliency.storage.manifest import EVENTS_DIR
+from resiliency.storage.manifest import EVENTS_DIR, record_file, shard_file
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers.local import LocalTier
@@ -96,7 +96,7 @@ def ck(made: Path, tmp_path: Path) -> Path:
 
 
 def shard(ck: Path, name: str, step: int, rank: int = 0) -> Path:
-    return step_dir(ck, name, step) / f"shard-{rank:05d}.shard"
+    return step_dir(ck, name, step) / shard_file(rank, replicated=name != "duo")
 
 
 def numbers(listing: Any) -> dict[str, list[int]]:
@@ -118,7 +118,7 @@ def test_ls_shows_all_steps_of_all_runs(made: Path) -> None:
         2,
         ["duo=2.ckpt"],
     )
-    assert step["nbytes"] == sum(path.stat().st_size for path in step_dir(made, "duo", 2).glob("*.shard"))
+    assert step["nbytes"] == sum(path.stat().st_size for path in step_dir(made, "duo", 2).glob("*.distcp"))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", step["created"])
     text = run("ls", made).stdout
     assert re.search(r"^ *2 +1 +duo=2\.ckpt +\d{4}-.* MiB +2/2 +committed", text, re.M)
@@ -164,7 +164,7 @@ def test_ls_tells_what_is_wrong(ck: Path) -> None:
         30: "committed",
     }
     assert found[1]["notes"] == [f"{shard(ck, 'duo', 1, 1)} is missing"]
-    assert re.fullmatch(r".*/shard-00000\.shard has [\d,]+ bytes instead of [\d,]+", found[2]["notes"][0])
+    assert re.fullmatch(r".*/__0_0\.distcp has [\d,]+ bytes instead of [\d,]+", found[2]["notes"][0])
     assert (found[10]["shards_present"], found[10]["shards_needed"]) == (0, None)
     assert found[10]["notes"][0].startswith(f"{step_dir(ck, 'solo', 10) / 'shard-00000.json'} is missing")
     assert found[20]["notes"][0].startswith(f"{step_dir(ck, 'solo', 20) / 'manifest.json'} is missing; the records")
@@ -178,7 +178,7 @@ def test_without_a_manifest_a_shard_that_is_short_is_damage_and_one_that_is_long
     """A record is written once its shard is whole; after that an agent may be killed that was making the shard longer."""
     folder = step_dir(ck, "duo", 2)
     (folder / "manifest.json").unlink()
-    file = folder / "shard-00000.shard"
+    file = folder / "__0_0.distcp"
     os.truncate(file, file.stat().st_size + (100 if longer else -100))
     found = data("ls", ck)["runs"]["duo"][1]
     assert (found["state"], found["shards_present"]) == ("unfinished" if longer else "damaged", 1)
@@ -209,7 +209,7 @@ def test_ls_counts_the_parts_of_several_hosts(ck: Path, tmp_path: Path) -> None:
     for place, rank in ((ck, 1), (other, 0)):
         (step_dir(place, "duo", 2) / "manifest.json").unlink()
         shard(place, "duo", 2, rank).unlink()
-        shard(place, "duo", 2, rank).with_suffix(".json").unlink()
+        shard(place, "duo", 2).with_name(record_file(rank)).unlink()
     assert data("ls", ck)["runs"]["duo"][1]["state"] == "unfinished"
     found = data("ls", ck, other)
     assert (found["runs"]["duo"][1]["state"], list(found["tiers"])) == ("committed", ["local-1", "local-2"])
@@ -226,7 +226,7 @@ def hosts(ck: Path, tmp_path: Path) -> tuple[Path, Path]:
             (step_dir(place, "duo", step) / "committed.json").write_text("{}")
     for step in (1, 2):
         shard(ck, "duo", step, 1).unlink()
-        shard(ck, "duo", step, 1).with_suffix(".json").unlink()
+        shard(ck, "duo", step).with_name(record_file(1)).unlink()
     return ck, other
 
 
@@ -243,7 +243,7 @@ def test_one_hosts_part_of_a_committed_step_is_no_unfinished_step(hosts: tuple[P
 
 def test_healthy_parts_of_several_hosts_are_good_and_damaged_ones_are_bad(hosts: tuple[Path, Path]) -> None:
     assert data("verify", "--run", "duo", *hosts)["good"]
-    record = shard(hosts[1], "duo", 2, 1).with_suffix(".json")
+    record = shard(hosts[1], "duo", 2).with_name(record_file(1))
     kept = record.read_bytes()
     record.unlink()
     lost = run("verify", "--run", "duo", *hosts, status=1).stdout
@@ -257,7 +257,7 @@ def test_healthy_parts_of_several_hosts_are_good_and_damaged_ones_are_bad(hosts:
     os.truncate(shard(hosts[0], "duo", 2, 0), 1000)
     found = data("verify", "--run", "duo", hosts[0], status=1)
     assert [(step["state"], step["good"]) for step in found["steps"]] == [("part", False), ("damaged", False)]
-    (step_dir(hosts[0], "duo", 2) / "shard-00000.shard").unlink()
+    (step_dir(hosts[0], "duo", 2) / "__0_0.distcp").unlink()
     assert data("ls", hosts[0])["runs"]["duo"][1]["notes"] == [f"{shard(hosts[0], 'duo', 2)} is missing"]
 
 
@@ -297,8 +297,8 @@ def test_inspect_shows_shards_tensors_and_objects(made: Path) -> None:
     found = data("inspect", made / "duo=2.ckpt")
     assert (found["run"], found["step"], found["attempt"]) == ("duo", 2, 1)
     assert [(row["rank"], row["file"], row["present"]) for row in found["shards"]] == [
-        (0, "shard-00000.shard", True),
-        (1, "shard-00001.shard", True),
+        (0, "__0_0.distcp", True),
+        (1, "__1_0.distcp", True),
     ]
     rows = {(row["key"], tuple(row["shards"])): row for row in found["tensors"]}
     big = rows["state_dict/big", (0, 1)]
@@ -411,7 +411,7 @@ def test_inspect_takes_the_newest_committed_step_of_one_run(ck: Path) -> None:
 def test_inspect_names_a_broken_shard_and_shows_the_rest(ck: Path) -> None:
     shard(ck, "duo", 2, 1).write_bytes(b"not a shard")
     found = data("inspect", step_dir(ck, "duo", 2), status=1)
-    assert any("shard-00001.shard" in note for note in found["notes"])
+    assert any("__1_0.distcp" in note for note in found["notes"])
     assert any(row["key"] == "state_dict/net.weight" for row in found["tensors"])
 
 
@@ -436,7 +436,8 @@ def test_verify_passes_good_steps(made: Path, remote: bool) -> None:
     found = data("verify", copy_to_memory(made) if remote else made)
     assert (found["good"], [step["good"] for step in found["steps"]], found["findings"]) == (True, [True] * 5, [])
     # A name is the same file in a folder, and a second object in a bucket.
-    files = [*made.glob(".resiliency/*/steps/*/*.shard"), *(made.glob("*.ckpt/*.shard") if remote else ())]
+    places = [".resiliency/*/steps/*/*", *(["*.ckpt/*"] if remote else [])]
+    files = [file for place in places for end in ("shard", "distcp") for file in made.glob(f"{place}.{end}")]
     files += made.glob("*.ckpt") if remote else ()
     assert found["checked_bytes"] == sum(path.stat().st_size for path in files if path.is_file())
     assert run("verify", made).stdout.startswith("all good: 5 steps, ")
@@ -490,7 +491,7 @@ def test_verify_reads_the_files_that_bear_the_names(ck: Path) -> None:
 
 def test_verify_tells_what_is_missing(ck: Path) -> None:
     shard(ck, "duo", 2, 1).unlink()
-    shard(ck, "duo", 1, 1).with_suffix(".json").unlink()
+    shard(ck, "duo", 1).with_name(record_file(1)).unlink()
     (step_dir(ck, "solo", 10) / "manifest.json").unlink()
     (step_dir(ck, "solo", 20) / "manifest.json").write_text("{}")
     for path in step_dir(ck, "solo", 30).glob("*.json"):
@@ -500,7 +501,7 @@ def test_verify_tells_what_is_missing(ck: Path) -> None:
         (finding["step"], Path(finding["path"]).name): (finding["bad"], finding["text"])
         for finding in found["findings"]
     }
-    assert texts[2, "shard-00001.shard"] == (True, "is missing")
+    assert texts[2, "__1_0.distcp"] == (True, "is missing")
     assert texts[1, "shard-00001.json"] == (False, "is missing; the manifest's copy stands in for it")
     assert texts[10, "manifest.json"] == (False, "is missing; the shards' records stand in for it")
     bad, text = texts[20, "manifest.json"]
@@ -512,7 +513,7 @@ def test_verify_tells_what_is_missing(ck: Path) -> None:
 
 def test_verify_names_the_missing_record_of_an_unfinished_step(ck: Path) -> None:
     (step_dir(ck, "duo", 2) / "manifest.json").unlink()
-    shard(ck, "duo", 2, 1).with_suffix(".json").unlink()
+    shard(ck, "duo", 2).with_name(record_file(1)).unlink()
     found = data("verify", step_dir(ck, "duo", 2), status=1)
     assert [(Path(f["path"]).name, f["bad"]) for f in found["findings"]] == [("shard-00001.json", True)]
 
@@ -577,7 +578,7 @@ def test_export_writes_a_file_that_torch_load_reads(made: Path, tmp_path: Path) 
 
 def test_export_of_bad_bytes_fails(ck: Path, tmp_path: Path) -> None:
     flip_bits(shard(ck, "duo", 2, 1), [(2_000_000, 2_000_001)])
-    assert "shard-00001.shard" in told("export", ck / "duo=2.ckpt", tmp_path / "out.ckpt", status=1)
+    assert "__1_0.distcp" in told("export", ck / "duo=2.ckpt", tmp_path / "out.ckpt", status=1)
     assert not (tmp_path / "out.ckpt").exists()
 
 
@@ -645,7 +646,7 @@ def test_prune_deletes_unfinished_steps_only_when_they_are_older(ck: Path) -> No
 
 def test_prune_keeps_one_hosts_part_of_a_committed_step(ck: Path) -> None:
     """Its folder has the mark instead of a manifest, and not the shards of other hosts."""
-    for rank_file in ("manifest.json", "shard-00001.json", "shard-00001.shard"):
+    for rank_file in ("manifest.json", "shard-00001.json", "__1_0.distcp"):
         (step_dir(ck, "duo", 1) / rank_file).unlink()
     (step_dir(ck, "duo", 1) / "committed.json").write_text("{}")
     found = data("prune", ck, "--unfinished", "--run", "duo", "--yes")
@@ -659,10 +660,10 @@ def test_prune_keeps_one_hosts_part_of_a_committed_step(ck: Path) -> None:
 def test_prune_keeps_steps_it_cannot_read(ck: Path) -> None:
     """The manifest of a newer version, say."""
     for path in step_dir(ck, "solo", 10).glob("*.json"):
-        path.write_text(path.read_text().replace('"version": 4', '"version": 99'))
+        path.write_text(path.read_text().replace('"version": 5', '"version": 99'))
     found = data("prune", ck, "--keep", "1", "--unfinished", "--run", "solo", "--yes")
     assert left(ck, "solo") == [10, 30]
-    assert "has checkpoint format 99, this version reads 3 and 4: upgrade" in found["kept"][0]["why"]
+    assert "has checkpoint format 99, this version reads 3, 4 and 5: upgrade" in found["kept"][0]["why"]
 
 
 def test_prune_is_refused_when_the_newest_step_is_damaged(ck: Path) -> None:
@@ -697,14 +698,16 @@ def test_delete_goes_manifest_first_then_names_records_and_shards(ck: Path) -> N
     assert delete(tier, "duo", Deletion(listing, "older")) == ["duo=1.ckpt"]
     deleted = [call.key.removeprefix(f".resiliency/duo/steps/{listing.id.dirname}/") for call in tier.calls("delete")]
     assert deleted == [
+        ".metadata",
         "manifest.json",
+        "duo=1.ckpt/.metadata",
         "duo=1.ckpt/manifest.json",
-        "duo=1.ckpt/shard-00000.shard",
-        "duo=1.ckpt/shard-00001.shard",
+        "duo=1.ckpt/__0_0.distcp",
+        "duo=1.ckpt/__1_0.distcp",
         "shard-00000.json",
         "shard-00001.json",
-        "shard-00000.shard",
-        "shard-00001.shard",
+        "__0_0.distcp",
+        "__1_0.distcp",
     ]
 
 

@@ -325,9 +325,9 @@ def test_a_copy_of_a_sharded_steps_folder_is_checked_by_its_manifest(
     shutil.copytree(sharded / "step=1.ckpt", tmp_path / "else" / "mine.ckpt")
     root = copy_to_memory(tmp_path / "else") if remote else str(tmp_path / "else")
     assert sharded_step_of(f"{root}/mine.ckpt") == 1
-    flip_bits(tmp_path / "else" / "mine.ckpt" / "shard-00001.shard", [(1_000_000, 1_000_001)])
+    flip_bits(tmp_path / "else" / "mine.ckpt" / "__1_0.distcp", [(1_000_000, 1_000_001)])
     root = copy_to_memory(tmp_path / "else") if remote else str(tmp_path / "else")
-    with pytest.raises(CorruptShard, match=r"mine\.ckpt/shard-00001"):
+    with pytest.raises(CorruptShard, match=r"mine\.ckpt/__1_0"):
         sharded_step_of(f"{root}/mine.ckpt")
     (tmp_path / "else" / "mine.ckpt" / "manifest.json").unlink()
     with pytest.raises(NoCheckpointFound, match="shard 0 of 2"):

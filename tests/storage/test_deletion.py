@@ -102,11 +102,12 @@ def test_manifest_then_names_then_records_then_shards(tier: Tier) -> None:
 def test_the_name_of_a_sharded_step_goes_with_all_its_files_its_manifest_first(tier: Tier) -> None:
     store(tier, OLD, ("a.ckpt",), replicated=False)
     seen = RecordingTier(tier)
-    assert delete_step(seen, "r", OLD, files=FILES, names=NAMES) == ["a.ckpt"]
+    sizes = next(found.sizes for found in scan(tier, "r"))
+    assert delete_step(seen, "r", OLD, files=sizes, names=NAMES) == ["a.ckpt"]
     assert [call.key for call in seen.calls("delete")][1:4] == [
         "a.ckpt/manifest.json",
-        "a.ckpt/shard-00000.shard",
-        "a.ckpt/shard-00001.shard",
+        "a.ckpt/__0_0.distcp",
+        "a.ckpt/__1_0.distcp",
     ]
     assert [*tier.list("")] == []
 
@@ -124,7 +125,7 @@ def test_cut_anywhere_it_leaves_no_torn_step_and_is_finished_by_the_next_pass(
     dying = FaultyTier(tier)
     dying.fail("delete", Fault.REFUSED, at=at)
     with pytest.raises(TierError):
-        delete_step(dying, "r", OLD, files=FILES, names=NAMES)
+        delete_step(dying, "r", OLD, files=next(found.sizes for found in scan(tier, "r")), names=NAMES)
     old = next(found for found in scan(tier, "r") if found.id == OLD)
     assert old.committed == (at == 1)
     if old.manifest is not None:

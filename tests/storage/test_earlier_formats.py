@@ -45,7 +45,7 @@ def old(request: pytest.FixtureRequest, tmp_path: Path) -> Old:
         root=Path(shutil.copytree(SAMPLES / f"format-{version}", tmp_path / "old")),
         run=run,
         step=f".resiliency/{run}/steps/{step}",
-        sentence=f"has checkpoint format {version}, this version reads 3 and 4:"
+        sentence=f"has checkpoint format {version}, this version reads 3, 4 and 5:"
         " export it with the version of resiliency that wrote it",
     )
 

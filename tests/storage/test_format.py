@@ -26,7 +26,7 @@ import pytest
 import torch
 import xxhash
 
-SAMPLE = Path(os.environ.get("FORMAT_SAMPLE", Path(__file__).parent / "samples" / "format-4"))
+SAMPLE = Path(os.environ.get("FORMAT_SAMPLE", Path(__file__).parent / "samples" / "format-5"))
 FOLDER = re.compile(r"(\d{10,})-a(\d{4,})-([0-9a-f]{6})-(\d{2,})(?:-l(\d{4,}))?")
 STEPS = [("pretrain", 10), ("pretrain", 20), ("sharded", 10)]
 Id = tuple[int, int, str, int, int]
@@ -53,6 +53,10 @@ def folders(run: str) -> dict[Id, Path]:
 def folder_of(run: str, step: int) -> Path:
     (found,) = [path for wanted, path in folders(run).items() if wanted[0] == step]
     return found
+
+
+def shard_file(run: str, rank: int) -> str:
+    return f"__{rank}_0.distcp" if run == "sharded" else f"shard-{rank:05d}.shard"
 
 
 def read_record(folder: Path, rank: int) -> dict[str, Any]:
@@ -103,7 +107,11 @@ def read_shard(data: bytes) -> Shard:
         listed = {info.header_offset: info for info in file.infolist()}
         end_of_entries = file.start_dir
     while at < end_of_entries:
-        if at not in listed and "data.pkl" in entries:
+        if at not in listed and "data.pkl" not in entries:
+            assert data[at : at + 4] == b"PK\x03\x04", "the rest of the archive of one box"
+            at = min(listed)
+            assert at % 64 == 0
+        elif at not in listed:
             assert data[at : at + 4] == b"PK\x01\x02", "the directory as it was before more was added"
             at = min(listed)
         info = listed.pop(at)
@@ -189,7 +197,7 @@ def sharded_tensors(shards: list[Shard]) -> dict[str, torch.Tensor]:
 
 def shards_of(run: str, step: int) -> list[Shard]:
     folder = folder_of(run, step)
-    return [read_shard((folder / f"shard-{rank:05d}.shard").read_bytes()) for rank in range(2)]
+    return [read_shard((folder / shard_file(run, rank)).read_bytes()) for rank in range(2)]
 
 
 # -- the sample by the page -------------------------------------------------------------------------------------------
@@ -208,13 +216,13 @@ def test_the_manifest_lists_the_records_and_they_are_sound(run: str, step: int) 
     folder = folder_of(run, step)
     wanted = next(known for known, path in folders(run).items() if path == folder)
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert (manifest["version"], identity(manifest), manifest["run"]) == (4, wanted, run)
+    assert (manifest["version"], identity(manifest), manifest["run"]) == (5, wanted, run)
     assert manifest["world_size"] == 2 and [record["rank"] for record in manifest["shards"]] == [0, 1]
     records = [read_record(folder, rank) for rank in range(2)]
     names = [f"step={step}.ckpt", "last.ckpt"] if run == "pretrain" else [f"sharded={step}.ckpt"]
     for rank, record in enumerate(records):
         assert record["check"] == check(record)
-        assert (record["version"], identity(record), record["world_size"]) == (4, wanted, 2)
+        assert (record["version"], identity(record), record["world_size"]) == (5, wanted, 2)
         assert record["names"] == names and record["info"] == {"epoch": step // 10}
         assert (record["exact"], record["tiers"], record["supersedes"]) == (step == 10, [], [])
         assert record["replicated"] == (run == "pretrain")
@@ -230,7 +238,7 @@ def test_the_digests_cover_every_byte_of_every_shard(run: str, step: int) -> Non
     folder = folder_of(run, step)
     records = [read_record(folder, rank) for rank in range(2)]
     for rank, record in enumerate(records):
-        data = (folder / f"shard-{rank:05d}.shard").read_bytes()
+        data = (folder / shard_file(run, rank)).read_bytes()
         blocks = blocks_of(record)
         assert len(data) == record["nbytes"]
         assert b"".join(data[start:end] for start, end in blocks) == data
@@ -249,7 +257,7 @@ def test_both_ranks_wrote_the_first_shard_of_a_replicated_step(step: int) -> Non
 def test_the_first_1024_bytes_say_whose_a_shard_is(run: str, step: int) -> None:
     for rank, shard in enumerate(shards_of(run, step)):
         record = read_record(folder_of(run, step), rank)
-        assert (shard.identity["format"], shard.identity["version"]) == ("resiliency-checkpoint", 4)
+        assert (shard.identity["format"], shard.identity["version"]) == ("resiliency-checkpoint", 5)
         assert identity(shard.identity) == identity(record)
         fields = ("run", "rank", "world_size", "replicated")
         assert [shard.identity[name] for name in fields] == [record[name] for name in fields]
@@ -266,7 +274,7 @@ def test_storages_come_first_and_what_describes_them_begins_at_the_last_section(
         record = read_record(folder_of(run, step), rank)
         storages = storages_of(shard)
         if storages:
-            data = (folder_of(run, step) / f"shard-{rank:05d}.shard").read_bytes()
+            data = (folder_of(run, step) / shard_file(run, rank)).read_bytes()
             assert data[record["sections"][-1] :].startswith(b"PK\x03\x04")
             assert data[: record["sections"][-1]].endswith(list(storages.values())[-1])
 
@@ -333,10 +341,43 @@ def test_a_name_is_the_first_shard_and_a_stock_checkpoint(name: str, step: int, 
 def test_the_name_of_a_sharded_step_is_a_folder_with_its_shards_and_manifest() -> None:
     folder = folder_of("sharded", 10)
     files = sorted(path.name for path in (SAMPLE / "sharded=10.ckpt").iterdir())
-    assert files == ["manifest.json", "shard-00000.shard", "shard-00001.shard"]
+    assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "meta.pt"]
     assert all((SAMPLE / "sharded=10.ckpt" / file).read_bytes() == (folder / file).read_bytes() for file in files)
-    flat = torch.load(SAMPLE / "sharded=10.ckpt" / "shard-00001.shard", weights_only=True)
+    flat = torch.load(SAMPLE / "sharded=10.ckpt" / "__1_0.distcp", weights_only=True)
     assert torch.equal(flat["model/weight@10,0"], torch.arange(40.0, 64.0).reshape(6, 4) + 10)
+
+
+def test_the_folder_of_a_sharded_step_is_a_stock_distributed_checkpoint() -> None:
+    folder = folder_of("sharded", 10)
+    first = shards_of("sharded", 10)[0]
+    for file in (".metadata", "meta.pt"):
+        assert (folder / file).read_bytes() == first.entries[f"resiliency/folder/{file}"]
+    wanted = torch.arange(64.0).reshape(16, 4) + 10
+    found = {
+        "model": {"weight": torch.zeros(16, 4), "tied": torch.zeros(16, 4), "bias": torch.zeros(2).bfloat16()},
+        "optimizer": {"state": {"0": {"exp_avg": torch.zeros(16, 4)}}, "lr": 0.0},
+        "note": None,
+    }
+    torch.distributed.checkpoint.load(found, checkpoint_id=folder, no_dist=True)
+    assert torch.equal(found["model"]["weight"], wanted) and torch.equal(found["model"]["tied"], wanted)
+    assert torch.equal(found["model"]["bias"], torch.tensor([0.5, -1.5], dtype=torch.bfloat16))
+    assert torch.equal(found["optimizer"]["state"]["0"]["exp_avg"], wanted * 2) and found["optimizer"]["lr"] == 0.1
+    assert found["note"] == ("tuple", {1: "a key that is no text"}, b"\x00\xff", 1 << 80, "\u00e9")
+    assert torch.load(folder / "meta.pt", weights_only=True) == {"epoch": 1}
+
+
+def test_each_box_is_an_archive_of_one_tensor() -> None:
+    folder = folder_of("sharded", 10)
+    for rank in range(2):
+        data = (folder / shard_file("sharded", rank)).read_bytes()
+        chunks = json.loads(read_shard(data).entries["resiliency/chunks.json"])
+        with zipfile.ZipFile(io.BytesIO(data)) as file:
+            listed = {info.filename: info.header_offset for info in file.infolist()}
+        at = sorted(listed.values())
+        for chunk in chunks:
+            first = listed[f"archive/data/{chunk['storage']}"]
+            alone = torch.load(io.BytesIO(data[first : at[at.index(first) + 1]]), weights_only=True)
+            assert [*alone.shape] == chunk["sizes"] and str(alone.dtype) == f"torch.{chunk['dtype']}"
 
 
 def test_a_step_of_one_rank_is_a_single_file_that_holds_its_record() -> None:
@@ -410,7 +451,7 @@ def run(zygote: Any, code: str, output: Path, *arguments: str, **env: str) -> No
 def test_what_the_library_writes_now_is_what_stands_on_the_page(zygote: Any, tmp_path: Path) -> None:
     """The tests of this file, on a new sample."""
     new = str(tmp_path / "new")
-    make = "import runpy; runpy.run_module('tests.storage.samples.make_format_4', run_name='__main__')"
+    make = "import runpy; runpy.run_module('tests.storage.samples.make_format_5', run_name='__main__')"
     run(zygote, make, tmp_path / "make.out", new)
     options = ["-q", "-p", "no:cacheprovider", "-k", "not library", str(Path(__file__))]
     run(
@@ -424,7 +465,7 @@ def test_the_library_reads_the_sample_too(zygote: Any, tmp_path: Path) -> None:
         "import shutil\n"
         f"shutil.copytree({str(SAMPLE)!r}, {str(tmp_path / 'copy')!r})\n"
         "from resiliency.testing.checkpoints import differences, make_checkpointer\n"
-        "from tests.storage.samples.make_format_4 import per_rank, state\n"
+        "from tests.storage.samples.make_format_5 import per_rank, state\n"
         "for run, step in (('pretrain', 20), ('sharded', 10)):\n"
         f"    with make_checkpointer({str(tmp_path / 'copy')!r}, run=run) as checkpointer:\n"
         "        restored = checkpointer.load()\n"

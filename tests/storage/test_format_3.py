@@ -27,6 +27,7 @@ from resiliency.inspection import survey
 from resiliency.inspection.by_path import load_path, locate
 from resiliency.storage.archive import read_directory
 from resiliency.storage.catalog import scan, step_prefix
+from resiliency.storage.format_version import FORMAT_VERSION
 from resiliency.storage.manifest import MANIFEST, META_DIR, Manifest, ShardRecord, gather_records, shard_file
 from resiliency.storage.names import read_name
 from resiliency.storage.single_files import find_single_files, restore_folders
@@ -43,7 +44,7 @@ from resiliency.testing.checkpoints import (
     save_steps,
     step_dir,
 )
-from tests.storage.samples.make_format_4 import per_rank, state
+from tests.storage.samples.make_format_5 import per_rank, state
 from tests.tidying import drop_folders
 
 SAMPLE = Path(__file__).parent / "samples" / "format-3"
@@ -185,7 +186,8 @@ def test_a_sharded_name_that_moves_keeps_no_shard_of_before(old: Path) -> None:
     (old / "sharded=10.ckpt" / "shard-00000.shard").write_bytes((old / "alone=10.ckpt").read_bytes())  # half moved
     assert read_name(tier, "sharded=10.ckpt") == identity
     save_steps(old, 30, run="sharded", world_size=2, sharded=True, name="sharded=10.ckpt")
-    assert sorted(os.listdir(old / "sharded=10.ckpt")) == [MANIFEST, "shard-00000.shard", "shard-00001.shard"]
+    moved = [".metadata", "__0_0.distcp", "__1_0.distcp", MANIFEST]
+    assert sorted(os.listdir(old / "sharded=10.ckpt")) == moved
     located = locate(str(old / "sharded=10.ckpt"))
     assert located is not None and located.id.step == 30
     found, _ = load_path(located)
@@ -267,7 +269,7 @@ def test_a_job_that_takes_over_a_single_file_leaves_two(tmp_path: Path, run: str
     assert sorted(os.listdir(tmp_path)) == sorted([name, "new.ckpt"])
     assert (tmp_path / name).read_bytes() == (SAMPLE / name).read_bytes()
     versions = {file.name: file.manifest.version for file in find_single_files(str(tmp_path))}
-    assert versions == {name: 3, "new.ckpt": 4}
+    assert versions == {name: 3, "new.ckpt": FORMAT_VERSION}
     for rank in range(world_size):
         load(tmp_path / name, 10, rank)
         load(tmp_path / "new.ckpt", 30, rank)

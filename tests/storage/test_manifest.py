@@ -223,7 +223,7 @@ def versioned(record: ShardRecord, version: object) -> dict[str, object]:
 )
 def test_another_version_of_the_format_is_refused_with_what_to_do(version: object, advice: str) -> None:
     with pytest.raises(
-        UnsupportedFormat, match=f"x has checkpoint format {version}, this version reads 3 and 4: {advice}"
+        UnsupportedFormat, match=f"x has checkpoint format {version}, this version reads 3, 4 and 5: {advice}"
     ):
         ShardRecord.from_dict(versioned(record(0), version), where="x")
     manifest = gather_records([record(0), record(1)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ from resiliency.storage.blocks import block_digest
 from resiliency.storage.catalog import step_prefix
 from resiliency.storage.format_version import FORMAT_VERSION
 from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord, UnfinishedStep, gather_records, record_file
-from resiliency.storage.names import delete_names, give_name, read_name
+from resiliency.storage.names import delete_names, give_name, missing_names, read_name
 from resiliency.storage.shard_file import DATA_PICKLE, Identity, archive_tail, lay_out_storages
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
@@ -115,11 +116,11 @@ def test_the_name_of_a_sharded_step_is_a_folder_with_its_shards_and_its_manifest
     for _ in range(2):
         assert give_name(tier, found, "last.ckpt")
         assert below(tier, "last.ckpt") == [
+            "last.ckpt/__0_0.distcp",
+            "last.ckpt/__1_0.distcp",
             "last.ckpt/manifest.json",
-            "last.ckpt/shard-00000.shard",
-            "last.ckpt/shard-00001.shard",
         ]
-    for file in ("manifest.json", "shard-00001.shard"):
+    for file in ("manifest.json", "__1_0.distcp"):
         assert tier.read(f"last.ckpt/{file}") == tier.read(step_prefix("r", FIRST) + file)
     assert holder(tier, "last.ckpt") == ("r", 1)
 
@@ -128,8 +129,8 @@ def test_a_host_names_its_part_of_a_sharded_step_and_has_no_manifest(tier: Tier)
     found = step(tier, ranks=2, of=3, replicated=False)
     assert isinstance(found, UnfinishedStep)
     assert give_name(tier, found, "last.ckpt")
-    assert below(tier, "last.ckpt") == ["last.ckpt/shard-00000.shard", "last.ckpt/shard-00001.shard"]
-    tier.delete("last.ckpt/shard-00000.shard")
+    assert below(tier, "last.ckpt") == ["last.ckpt/__0_0.distcp", "last.ckpt/__1_0.distcp"]
+    tier.delete("last.ckpt/__0_0.distcp")
     assert holder(tier, "last.ckpt") == ("r", 1), "the host of rank 1 does not know whose the name is"
 
 
@@ -148,7 +149,7 @@ def test_a_later_step_takes_the_name_of_an_earlier_one_whatever_the_two_are(
     if is_replicated:
         assert below(tier, "last.ckpt") == ["last.ckpt"]
     else:
-        files = ["manifest.json", *(f"shard-{rank:05d}.shard" for rank in range(after))]
+        files = [*(f"__{rank}_0.distcp" for rank in range(after)), "manifest.json"]
         assert below(tier, "last.ckpt") == [f"last.ckpt/{file}" for file in files]
         assert all(tier.read(f"last.ckpt/{file}") == tier.read(step_prefix("r", SECOND) + file) for file in files), (
             "files of the earlier step are left"
@@ -169,16 +170,36 @@ def test_a_sharded_name_that_is_moving_has_no_manifest_and_the_next_try_ends_it(
     assert tier.read("last.ckpt/manifest.json") == tier.read(step_prefix("r", SECOND) + MANIFEST)
 
 
-def test_a_sharded_name_loses_its_manifest_before_its_first_shard_changes(tier: Tier) -> None:
-    give_name(tier, step(tier, FIRST, ranks=2, replicated=False), "last.ckpt")
+def test_a_sharded_name_loses_what_readers_look_for_before_its_first_shard_changes(tier: Tier) -> None:
     seen = RecordingTier(tier)
-    give_name(seen, step(tier, SECOND, ranks=2, replicated=False), "last.ckpt")
+    for id in (FIRST, SECOND):
+        found = step(tier, id, ranks=2, replicated=False)
+        for file in (".metadata", "meta.pt"):
+            tier.put_bytes(step_prefix("r", id) + file, b"of the step")
+        assert missing_names(tier, dataclasses.replace(found, shards=named(found, "last.ckpt"))) == ["last.ckpt"]
+        give_name(seen, found, "last.ckpt")
+        assert missing_names(tier, dataclasses.replace(found, shards=named(found, "last.ckpt"))) == []
     changes = [(call.verb, call.key.rpartition("/")[2]) for call in seen.calls("alias", "delete")]
-    assert changes == [
-        ("delete", "manifest.json"),
-        ("alias", "shard-00000.shard"),
-        ("alias", "shard-00001.shard"),
-        ("alias", "manifest.json"),
+    files = ["__0_0.distcp", "__1_0.distcp", "manifest.json", "meta.pt", ".metadata"]
+    given = [("alias", file) for file in files]
+    assert changes == [*given, ("delete", ".metadata"), ("delete", "manifest.json"), *given]
+    tier.delete("last.ckpt/.metadata")
+    assert missing_names(tier, dataclasses.replace(found, shards=named(found, "last.ckpt"))) == ["last.ckpt"]
+
+
+def named(found: Manifest | UnfinishedStep, name: str) -> tuple[ShardRecord, ...]:
+    return tuple(dataclasses.replace(shard, names=(name,)) for shard in found.shards)
+
+
+def test_a_stock_folder_that_a_sharded_step_takes_the_name_of_is_none_from_the_first_change_on(tier: Tier) -> None:
+    for file in (".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp"):
+        tier.put_bytes(f"last.ckpt/{file}", b"PK of torch")
+    assert read_name(tier, "last.ckpt") is None
+    seen = RecordingTier(tier)
+    assert give_name(seen, step(tier, ranks=2, replicated=False), "last.ckpt")
+    assert seen.calls("alias", "delete")[0].key == "last.ckpt/.metadata"
+    assert below(tier, "last.ckpt") == [
+        f"last.ckpt/{file}" for file in ("__0_0.distcp", "__1_0.distcp", "manifest.json")
     ]
 
 

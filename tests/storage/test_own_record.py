@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from resiliency.errors import CorruptShard
-from resiliency.storage.manifest import ShardRecord
+from resiliency.storage.manifest import ShardRecord, shard_file
 from resiliency.storage.own_record import OWN_RECORD, read_own_manifest
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.testing.checkpoints import make_checkpointer, make_state, save_steps, step_dirs
@@ -81,7 +81,8 @@ def test_a_step_that_several_agents_commit_has_none_in_its_files(tmp_path: Path,
     with unjoined():
         save_steps(tmp_path, 3, **shape)
     (folder,) = step_dirs(tmp_path).values()
-    assert OWN_RECORD not in torch._C.PyTorchFileReader(os.fspath(folder / "shard-00000.shard")).get_all_records()
+    shard = folder / shard_file(0, replicated="sharded" not in shape)
+    assert OWN_RECORD not in torch._C.PyTorchFileReader(os.fspath(shard)).get_all_records()
 
 
 def test_torch_does_not_mind_it(tmp_path: Path) -> None:

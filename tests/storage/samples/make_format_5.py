@@ -1,4 +1,4 @@
-"""Writes the sample of format 4 that lies beside this file: ``python -m tests.storage.samples.make_format_4 DIR``."""
+"""Writes the sample of format 5 that lies beside this file: ``python -m tests.storage.samples.make_format_5 DIR``."""
 
 from __future__ import annotations
 
@@ -111,6 +111,7 @@ def write(directory: Path) -> None:
                         names=[name.format(step), "last.ckpt"] if run == "pretrain" else [name.format(step)],
                         info={"epoch": step // 10},
                         exact=step == 10,
+                        beside=None if run == "pretrain" else {"meta.pt": {"epoch": step // 10}},
                     )
                     assert ticket is not None
                     ticket.wait(Stage.COMMITTED)

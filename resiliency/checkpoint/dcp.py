@@ -1,0 +1,357 @@
+"""Storage for those who call torch's distributed checkpoint (DCP) themselves: the engine writes, and checks every read.
+
+::
+
+    with Checkpointer("/ckpts") as checkpointer:
+        dcp.save(state, storage_writer=StorageWriter(checkpointer, step=100, names=["step=100.ckpt"]))
+    dcp.load(state, storage_reader=StorageReader("/ckpts/step=100.ckpt"))
+
+:func:`load_folder` loads a folder without DCP's calls, be it a step of this library or what torch or Lightning wrote.
+
+DCP's planner says what each rank writes. The step is one like all others: the agent commits it, makes it durable and
+uploads it; stock ``dcp.load`` reads its folder, too, but checks nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+import io
+import json
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import storage as stock
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.futures import Future
+
+from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.checkpoint.stock_view import StockView
+from resiliency.checkpoint.write_plan import WriteChunk, WritePlan
+from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, ResiliencyError
+from resiliency.storage.archive import read_directory
+from resiliency.storage.blocks import block_digest
+from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord
+from resiliency.storage.shard_file import IN_FOLDER, STOCK_METADATA
+from resiliency.storage.stage import Stage
+
+__all__ = ["StorageReader", "StorageWriter", "load_folder"]
+
+
+class StorageWriter(stock.StorageWriter):
+    """Writes one step through a :class:`~resiliency.checkpoint.checkpointer.Checkpointer`. Make one for each save.
+
+    ``dcp.save`` returns when the step is committed, and raises when it is not. With ``dcp.async_save`` (a thread, not a
+    process) the checkpointer belongs to that thread until the save has ended: nothing else may call it.
+
+    Thread: that of ``dcp.save``. Collective: as ``dcp.save``; the ranks of DCP's process group are the checkpointer's.
+
+    Args:
+        checkpointer: of all ranks.
+        step: number of the optimizer step.
+        names: names by which the step can be loaded, relative to the checkpointer's directory.
+        timeout: most time that a rank waits for the commit.
+        arguments: further arguments of :meth:`Checkpointer.save <resiliency.Checkpointer.save>`.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        step: int,
+        *,
+        names: Sequence[str] = (),
+        timeout: timedelta = timedelta(minutes=5),
+        **arguments: Any,
+    ) -> None:
+        super().__init__()
+        self._checkpointer, self._step, self._timeout = checkpointer, step, timeout
+        self._names, self._arguments = tuple(names), arguments
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """DCP passes ``checkpoint_id``, if it has one: a path in the checkpointer's directory, which becomes a name of
+        the step."""
+        if checkpoint_id is not None:
+            name = os.path.relpath(os.path.abspath(checkpoint_id), os.path.abspath(self._checkpointer.directory))
+            self._names = tuple(dict.fromkeys((*self._names, name)))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return "://" not in os.fspath(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[stock.WriteResult]]:
+        """Saves this rank's part, and waits until the whole step is committed.
+
+        Raises:
+            ConfigError: something cannot be stored.
+            ResiliencyError, Timeout: the step is not committed.
+        """
+        chunks: list[WriteChunk] = []
+        objects: dict[str, bytes] = {}
+        results: list[stock.WriteResult] = []
+        for item in plan.items:
+            data = planner.resolve_data(item)
+            box = item.tensor_data
+            if not isinstance(data, Tensor):
+                objects[item.index.fqn] = data.getvalue()
+                nbytes = len(objects[item.index.fqn])
+            elif box is not None:
+                offsets, shape = tuple(box.chunk.offsets), tuple(box.size)
+                chunks.append(WriteChunk(key=_key(item.index.fqn), tensor=data, offsets=offsets, shape=shape))
+                nbytes = data.nbytes
+            results.append(stock.WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=None))
+        found = getattr(planner, "metadata", None)  # the coordinator's planner has it
+        paths = found.planner_data if isinstance(found, Metadata) else None
+        ticket = self._checkpointer.save(
+            self._step,
+            _PlannedSave(chunks=chunks, objects=objects, paths=paths),
+            names=self._names,
+            **self._arguments,
+        )
+        if ticket is None:
+            raise ResiliencyError(
+                f"step {self._step} was not saved, because the save before it was not recorded in time"
+            )
+        ticket.wait(Stage.COMMITTED, timeout=self._timeout)
+        done: Future[list[stock.WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[stock.WriteResult]]) -> None:
+        """Does nothing: the step is committed."""
+
+
+def _key(fqn: str) -> str:
+    """The key of a tensor that DCP knows by a name: a path of one part, see :class:`WriteChunk`."""
+    return fqn.replace("%", "%25").replace("/", "%2F")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PlannedSave(WritePlan):
+    """What DCP's planner wants this rank to write.
+
+    Attributes:
+        objects: FQN -> its bytes, as DCP's readers want them.
+        paths: the planner's data for ``.metadata``.
+    """
+
+    paths: Any = None
+
+    def complete(self, gather: Callable[[bytes], Sequence[bytes]]) -> WritePlan:
+        """DCP spreads the objects over the ranks, and here rank 0 writes them."""
+        mine = {fqn: base64.b64encode(data).decode() for fqn, data in self.objects.items()}
+        everywhere: dict[str, bytes] = {}
+        for answer in gather(json.dumps(mine).encode()):
+            everywhere.update({fqn: base64.b64decode(data) for fqn, data in json.loads(answer).items()})
+        return replace(self, objects=everywhere)
+
+    def stock_view(self, structure: bytes) -> StockView:
+        keys = json.loads(structure.partition(b"\n")[0])
+        names = {key: [key.replace("%2F", "/").replace("%25", "%")] for key in keys}
+        return StockView(names, dict(self.objects), self.paths)
+
+
+class StorageReader(FileSystemReader):
+    """Reads a step's folder, by name or from ``.resiliency/<run>/steps``, and compares every byte that it gives to
+    DCP with the step's digests first.
+
+    Args:
+        path: of a local folder.
+
+    Raises (the methods):
+        NoCheckpointFound: the folder has no manifest: it is no sharded step of this library, or is not committed.
+        CorruptShard: bytes are damaged or missing; names the file and the byte range.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self._records: Mapping[str, ShardRecord] = {}
+        self._good: set[tuple[str, int]] = set()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(checkpoint_id)
+        self._records, self._good = {}, set()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        first = next(iter(self._load_records()))
+        record, where = self._records[first], os.path.join(self.path, first)
+        end = record.sections[-1] if record.sections else 0
+        self._check(first, end, record.nbytes)
+        with open(where, "rb") as file:
+
+            def read(start: int, end: int) -> bytes:
+                file.seek(start)
+                return file.read(end - start)
+
+            entry = read_directory(read, record.nbytes, where=where).get(IN_FOLDER + STOCK_METADATA)
+            if entry is None:
+                raise NoCheckpointFound(f"{self.path} has no form that torch's distributed checkpoint reads")
+            described = read(entry.start, entry.end)
+        found: Metadata = _MetadataUnpickler(io.BytesIO(described)).load()
+        return found
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._load_records()  # DCP asks one rank for the metadata
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            place = self.storage_data[item.storage_index]
+            self._check(place.relative_path, place.offset, place.offset + place.length)
+        read: Future[None] = super().read_data(plan, planner)
+        return read
+
+    def _load_records(self) -> Mapping[str, ShardRecord]:
+        if not self._records:
+            where = os.path.join(self.path, MANIFEST)
+            try:
+                with open(where, "rb") as file:
+                    manifest = Manifest.from_json(file.read(), where=where)
+            except FileNotFoundError:
+                raise NoCheckpointFound(
+                    f"{self.path} has no {MANIFEST}: it is no committed step of this library; a checkpoint that torch"
+                    " wrote is read by torch.distributed.checkpoint.FileSystemReader"
+                ) from None
+            self._records = {record.file: record for record in manifest.shards}
+        return self._records
+
+    def _check(self, file: str, start: int, end: int) -> None:
+        """Compares the blocks that hold these bytes with their digests, each once."""
+        record, where = self._records.get(file), os.path.join(self.path, file)
+        if record is None:
+            raise CorruptShard(f"{where} is not a shard of the step", path=where)
+        blocks = record.blocks
+        wanted = [index for index in blocks.within(start, end) if (file, index) not in self._good]
+        if not wanted:
+            return
+        try:
+            with open(where, "rb") as source:
+                for index in wanted:
+                    first, last = blocks.bounds(index)
+                    source.seek(first)
+                    data = source.read(last - first)
+                    if len(data) != last - first or block_digest(data) != record.digests[index]:
+                        raise CorruptShard(
+                            f"{where}: bytes {first:,} to {last:,} are damaged or missing; load another copy of the"
+                            " step, or an older one",
+                            path=where,
+                            ranges=((first, last),),
+                        )
+                    self._good.add((file, index))
+        except FileNotFoundError:
+            raise CorruptShard(f"{where} is missing", path=where) from None
+
+
+def load_folder(path: str | os.PathLike[str], *, into: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Loads the state in a local folder: a sharded step of this library, every byte checked, or a distributed
+    checkpoint that torch or Lightning wrote, which has no digests.
+
+    Collective: with ``into`` and several ranks, over the default process group.
+
+    Args:
+        into: a nested dict whose tensors (DTensors, too) are filled in place, and whose objects are replaced. None: the
+            whole state is loaded into new CPU tensors, as nested dicts.
+
+    Returns:
+        ``into``, or the state.
+
+    Raises:
+        NoCheckpointFound: the folder has no ``.metadata``: it is no distributed checkpoint, or its save did not end.
+        CorruptShard: a file is missing, too short or damaged, or is not what ``.metadata`` says; names the file.
+        ConfigError: the state does not fit ``into``.
+    """
+    ours = os.path.exists(os.path.join(path, MANIFEST))
+    reader: FileSystemReader = StorageReader(path) if ours else _StockReader(path)
+    # Checked here and not within DCP, which would report errors of this library as its own.
+    state, planner = into, None
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, True)
+    if state is None:
+        state, planner = {}, _empty_planner()
+    alone = into is None or not torch.distributed.is_initialized()
+    try:
+        _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=alone)
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        ours_first = next((cause for cause in causes if isinstance(cause, ResiliencyError)), None)
+        if ours_first is not None:
+            raise ours_first from error
+        raise ConfigError(f"{os.fspath(path)} does not fit: {causes[0]}") from error
+    return state
+
+
+class _StockReader(FileSystemReader):
+    """Reads what torch wrote, and names the file when one is missing or is not what ``.metadata`` says."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        where = os.path.join(self.path, STOCK_METADATA)
+        if not os.path.exists(where):
+            raise NoCheckpointFound(
+                f"{where} is missing: {os.fspath(self.path)} is no distributed checkpoint, or its save did not end"
+            )
+        try:
+            found: Metadata = super().read_metadata(*args, **kwargs)
+        except Exception as error:  # Boundary: pickle raises anything for damaged bytes.
+            raise CorruptShard(f"{where} cannot be read: {type(error).__name__}: {error}", path=where) from error
+        return found
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            place = self.storage_data[item.storage_index]
+            where = os.path.join(self.path, place.relative_path)
+            try:
+                with open(where, "rb") as file:
+                    file.seek(place.offset)
+                    begins, nbytes = file.read(4), os.fstat(file.fileno()).st_size
+            except FileNotFoundError:
+                raise CorruptShard(f"{where} is missing", path=where) from None
+            if nbytes < place.offset + place.length or begins != b"PK\x03\x04":
+                raise CorruptShard(
+                    f"{where} is cut off or belongs to another checkpoint: {item.storage_index.fqn!r} is not at its"
+                    f" byte {place.offset:,}",
+                    path=where,
+                )
+        read: Future[None] = super().read_data(plan, planner)
+        return read
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes what ``.metadata`` consists of, and nothing else: its digest finds damage, not malice."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "getattr":
+            return _member  # with which Python pickles members of an Enum
+        found = super().find_class(module, name)
+        known = module in _METADATA_MODULES and isinstance(found, type)
+        if known or isinstance(found, torch.dtype) or found in (torch.Size, torch.serialization._get_layout):
+            return found
+        raise pickle.UnpicklingError(f"{STOCK_METADATA} names {module}.{name}, which does not belong there")
+
+
+def _member(class_: Any, name: str) -> Any:
+    if not (isinstance(class_, type) and issubclass(class_, enum.Enum)):
+        raise pickle.UnpicklingError(f"{STOCK_METADATA} names an attribute of {class_!r}, which does not belong there")
+    return class_[name]
+
+
+_empty_planner: Any = _EmptyStateDictLoadPlanner  # torch does not annotate it
+_METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
