@@ -424,7 +424,8 @@ class Checkpointer:
                 write a share of it; the first rank of a host writes the other tensors. None: all are equal. Beside
                 DTensors rank 0 writes all plain tensors.
             beside: for a sharded state: file name -> a tree of which rank 0's is put into the step's folder beside the
-                shards, as ``torch.save`` writes it (Lightning's ``meta.pt``); committed with the rest.
+                shards, as ``torch.save`` writes it, or the bytes of the file (Lightning's ``meta.pt``); committed with
+                the rest.
             everywhere: send this save to all remote tiers, whatever their intervals.
             trace: records where the time of this save goes, here and in the agent.
 

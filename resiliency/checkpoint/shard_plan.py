@@ -196,7 +196,8 @@ class ShardPlanner:
             lazy: which tensors of the state may be copied late; called for large ones only.
             replicated: which plain tensors of a state tree are equal on all ranks; None: all. Of a state with sharded
                 tensors rank 0 writes all plain tensors.
-            beside: file name -> what else of rank 0 is put into the folder of a sharded step; not for a replicated one.
+            beside: file name -> what else of rank 0 is put into the folder of a sharded step, a tree or the file's bytes;
+                not for a replicated one.
 
         Raises:
             ConfigError: a state that cannot be stored.
@@ -334,7 +335,7 @@ class ShardPlanner:
     # -- a sharded state ----------------------------------------------------------------------------------------------
 
     def _plan_sharded(
-        self, state: Any, structure: Structure, own: OwnState, beside: Mapping[str, OwnState], lazy: Wanted
+        self, state: Any, structure: Structure, own: OwnState, beside: Mapping[str, OwnState | bytes], lazy: Wanted
     ) -> ShardPlan:
         found = keyed_leaves(state)
         leaves = list(found.values())
@@ -447,10 +448,12 @@ class ShardPlanner:
         objects = [(STRUCTURE, _flat_structure(agreed.keys, given.objects))] if self._rank == 0 else []
         return self._sharded(cached, sources, lambda: list(objects), own, lazy, view=given.stock_view, beside=files)
 
-    def _files_beside(self, beside: Mapping[str, Any]) -> dict[str, OwnState]:
+    def _files_beside(self, beside: Mapping[str, Any]) -> dict[str, OwnState | bytes]:
         if any(not is_stock_file(file) or file == STOCK_METADATA for file in beside):
             raise ConfigError(f"beside= takes names of files that are not the step's own, and not {list(beside)}")
-        return {file: OwnState.of(_dump_own(content)) for file, content in beside.items()} if self._rank == 0 else {}
+        if self._rank:
+            return {}
+        return {file: one if isinstance(one, bytes) else OwnState.of(_dump_own(one)) for file, one in beside.items()}
 
     def _agree(
         self,
@@ -494,7 +497,7 @@ class ShardPlanner:
         lazy: Wanted,
         *,
         view: Callable[[bytes], StockView],
-        beside: Mapping[str, OwnState],
+        beside: Mapping[str, OwnState | bytes],
         counted: Sequence[Tensor] = (),
     ) -> ShardPlan:
         late: Sequence[bool] | None = None if lazy is False else cached.large
@@ -506,7 +509,8 @@ class ShardPlanner:
             ours = [(DATA_PICKLE, cached.box_file.pickle), *known, (CHUNKS, cached.table)]
             if self._rank:
                 return ours
-            ours += [(IN_FOLDER + file, content.to_bytes()) for file, content in beside.items()]
+            files = {file: one if isinstance(one, bytes) else one.to_bytes() for file, one in beside.items()}
+            ours += [(IN_FOLDER + file, data) for file, data in files.items()]
             return [*self._stock_entries(cached, view, dict(known)[STRUCTURE]), *ours]
 
         return ShardPlan(

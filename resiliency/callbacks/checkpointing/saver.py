@@ -21,6 +21,7 @@ from resiliency.callbacks.checkpointing.places import CheckpointPlaces
 from resiliency.callbacks.checkpointing.stock_writer import StockWriter
 from resiliency.callbacks.checkpointing.trainer_session import TrainerSession
 from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.checkpoint.lightning_forms import META
 from resiliency.checkpoint.options import CheckpointerOptions
 from resiliency.checkpoint.save_trace import SaveTrace
 from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
@@ -629,9 +630,10 @@ class CheckpointSaver:
         exact = stripped is None and (per_rank is None or not per_rank["rank_state"]["caveats"])
         rules = self._adapter.tensor_rules(trainer)
         try:
+            stored = self._adapter.stored_state(trainer, state)
             ticket = engine.save(
                 trainer.global_step,
-                self._adapter.stored_state(trainer, state),
+                stored,
                 per_rank=per_rank,
                 names=names,
                 supersedes=supersedes,
@@ -639,6 +641,7 @@ class CheckpointSaver:
                 exact=exact,
                 lazy=rules.may_copy_late if self._lazy and self._overlap and self.session.lazy else False,
                 replicated=rules.is_replicated,
+                beside={META: stored[META]} if self._adapter.is_sharded else None,
                 # A save that may be the last one goes to all tiers, because the local one may be lost with its host.
                 # Decided by facts that all ranks share.
                 everywhere=self._everywhere or _lightning.reached_its_end(trainer) or trainer.should_stop,

@@ -129,9 +129,7 @@ def test_the_weights_alone_are_loaded_for_a_test(two: Answers) -> None:
 def test_a_folder_with_parts_of_two_steps_is_refused(two: Answers, folder: Path) -> None:
     torn = folder / "torn" / "step=4.ckpt"
     shutil.copytree(folder / "wrapped" / "step=4.ckpt", torn)
-    part = max(
-        (path for path in torn.iterdir() if path.suffix not in (".json", ".metadata")), key=lambda path: path.name
-    )
+    part = max(torn.glob("*.distcp"))
     shutil.copy(folder / "wrapped" / "step=2.ckpt" / part.name, part)
     with pytest.raises(CorruptShard, match=part.name):
         locate_and_load(str(torn))
@@ -312,3 +310,29 @@ def test_after_a_kill_in_a_save_the_run_goes_on_from_the_last_whole_step(
     for straight, resumed in zip(two, again, strict=True):
         assert resumed[0]["started"]["step"] == step
         assert state(resumed[0]["ended"]) == state(straight[0]["ended"])
+
+
+def test_lightning_itself_resumes_from_our_folder_and_we_from_that_of_lightning(
+    zygote: Zygote, two: Answers, folder: Path
+) -> None:
+    ours, theirs, again = (str(folder / name) for name in ("straight", "theirs", "again"))
+    answers = run(
+        zygote,
+        folder,
+        [
+            {"directory": theirs, "max_steps": 6, "stock": True, "ckpt_path": f"{ours}/step=4.ckpt"},
+            {"directory": again, "max_steps": 7, "ckpt_path": f"{theirs}/step=6.ckpt"},
+        ],
+    )
+    check(answers, 2)
+    for (stock, resumed), earlier in zip(answers, two, strict=True):
+        assert stock["started"]["step"] == 4 and resumed["started"]["step"] == 6
+        assert state(stock["started"]) == state(earlier[1]["ended"])
+        assert state(resumed["started"]) == state(stock["ended"])
+    assert {path.name for path in (folder / "straight" / "step=4.ckpt").iterdir()} == {
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "manifest.json",
+        "meta.pt",
+    }
