@@ -196,8 +196,8 @@ class ShardPlanner:
             lazy: which tensors of the state may be copied late; called for large ones only.
             replicated: which plain tensors of a state tree are equal on all ranks; None: all. Of a state with sharded
                 tensors rank 0 writes all plain tensors.
-            beside: file name -> what else of rank 0 is put into the folder of a sharded step, a tree or the bytes of the
-                file; not for a replicated one.
+            beside: file name -> what else of rank 0 is put into the folder of a sharded step, a tree or the bytes of
+                the file; not for a replicated one.
 
         Raises:
             ConfigError: a state that cannot be stored.
