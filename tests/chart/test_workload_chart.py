@@ -125,6 +125,13 @@ def test_a_name_that_makes_pods_with_too_long_names_is_refused(helm4: Helm) -> N
     assert "is too long" in helm4.refusal("workload", {"workload": IMAGE}, name="a" * 50)
 
 
+@pytest.mark.parametrize("name", ["llama3.1", "7b", "2026"])
+@pytest.mark.parametrize("chart", ["workload", "supervisor"])
+def test_a_name_that_no_jobset_or_service_can_have_is_refused(helm4: Helm, chart: str, name: str) -> None:
+    values = {"workload": IMAGE} if chart == "workload" else {}
+    assert f"the name of the release, {name}, is no name" in helm4.refusal(chart, values, name=name)
+
+
 def test_a_lost_host_is_replaced_alone_and_the_job_ends_with_its_first_host(helm4: Helm) -> None:
     objects = helm4.render(
         "workload", {"workload": {**IMAGE, "num_dp_replicas": 2, "num_nodes_per_dp": 3, "spares": 2}}

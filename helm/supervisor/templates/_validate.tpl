@@ -4,6 +4,9 @@
 {{- range $key, $why := .Files.Get "refused.yaml" | fromYaml -}}
 {{- if hasKey $v $key }}{{ fail (printf "%s: %s" $key $why) }}{{ end -}}
 {{- end -}}
+{{- if not (regexMatch "^[a-z][-a-z0-9]*$" .Release.Name) -}}
+{{- fail (printf "the name of the release, %s, is no name for a Service: it must begin with a letter and have no dots" .Release.Name) -}}
+{{- end -}}
 {{- if le (float64 $v.heartbeat_timeout_s) (float64 $v.heartbeat_polling_period_s) -}}
 {{- fail (printf "heartbeat_timeout_s: %v is not more than heartbeat_polling_period_s=%v; each host would be taken for lost" $v.heartbeat_timeout_s $v.heartbeat_polling_period_s) -}}
 {{- end -}}

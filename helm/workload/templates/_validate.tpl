@@ -9,6 +9,9 @@
 {{- if not (int (include "workload.ranks" .)) -}}
 {{- fail "workload.workers_per_host: say how many ranks a host has, because gpus_per_node is 0" -}}
 {{- end -}}
+{{- if not (regexMatch "^[a-z][-a-z0-9]*$" .Release.Name) -}}
+{{- fail (printf "the name of the release, %s, is no name for a JobSet: it must begin with a letter and have no dots, as in llama3-1" .Release.Name) -}}
+{{- end -}}
 {{- $hosts := add (include "workload.needed" .) (include "workload.spares" .) -}}
 {{- $longest := len (printf "%s-host-%d-0-abcde" .Release.Name $hosts) -}}
 {{- if gt $longest 63 -}}
