@@ -87,11 +87,15 @@ class Controller:
         settings: ControllerSettings = ControllerSettings(),  # noqa: B008 - frozen
         period_s: float = 5.0,
         machine_of: Callable[[str], str] = lambda host: "",
+        job_of: Callable[[str], str] = lambda host: "",
         resorts: Callable[[Workload], Collection[RemedyKind]] = lambda workload: (),
     ) -> None:
         self._resorts = resorts
         self._sensor = sensor
         self._machine_of = machine_of
+        self._job_of = job_of
+        #: Hosts of another job that were ready for a workload, by both jobs; each pair is logged once.
+        self._foreign: set[tuple[str, str]] = set()
         self._policy = policy or DefaultPolicy()
         self._settings = settings
         self._period_s = period_s
@@ -638,7 +642,7 @@ class Controller:
         workload, spec = situation.workload, situation.workload.spec
         ready = len(situation.spares)
         waited_s = now_s - workload.since_s
-        settled = waited_s >= spec.dwell_s and len(self._spares(now_s, dwell_s=spec.dwell_s)) == ready
+        settled = waited_s >= spec.dwell_s and len(self._spares(workload, now_s, dwell_s=spec.dwell_s)) == ready
         if ready >= spec.hosts or (
             ready >= spec.min_hosts and settled
         ):  # hosts that start together are not equally fast
@@ -655,7 +659,7 @@ class Controller:
         """Notes what no host reports: ready hosts that a job could use."""
         if workload.incident is not None:
             return
-        ready = self._spares(now_s, dwell_s=0.0)
+        ready = self._spares(workload, now_s, dwell_s=0.0)
         if workload.state is WorkloadState.WAITING:
             if len(ready) >= workload.spec.min_hosts:
                 self._note(
@@ -682,7 +686,7 @@ class Controller:
                 now_s,
                 wall,
             )
-        steady = self._spares(now_s, dwell_s=spec.dwell_s)
+        steady = self._spares(workload, now_s, dwell_s=spec.dwell_s)
         missing = spec.replicas - workload.replicas
         if spec.scale_up and missing > 0 and now_s - workload.since_s >= spec.dwell_s:
             if len(steady) >= spec.hosts_per_replica and self._seen_of(workload).began:
@@ -696,7 +700,7 @@ class Controller:
     def _chances(self, workload: Workload, now_s: float) -> object:
         cordoned = self._cordoned(workload)
         is_small = workload.replicas < workload.spec.replicas
-        steady = self._spares(now_s, dwell_s=workload.spec.dwell_s) if is_small else ()
+        steady = self._spares(workload, now_s, dwell_s=workload.spec.dwell_s) if is_small else ()
         return workload.generation, workload.spec, cordoned, list(self._free), len(steady)
 
     def _cordoned(self, workload: Workload) -> list[str]:
@@ -737,7 +741,7 @@ class Controller:
         gone = {one.host for one in held if one.takes_host_out and one.host in workload.places}
         unready = {host for host in workload.places if self._sensor.state_of(host) in (HostState.SILENT, None)}
         out = tuple(host for host in workload.places if host in gone | unready)
-        spares = self._spares(now_s, dwell_s=0.0)
+        spares = self._spares(workload, now_s, dwell_s=0.0)
         blocks = {name: self._block(name) for name in (*workload.places, *spares)}
         lost = {blocks[name] for name in out if blocks[name]}
         return Situation(
@@ -770,15 +774,43 @@ class Controller:
             return not any(plan.outcome is Outcome.DONE for plan in tried)
         return one.generation == workload.generation
 
-    def _spares(self, now_s: float, *, dwell_s: float) -> list[str]:
-        """Hosts that are ready (for at least ``dwell_s``) and have no place, sorted by name."""
+    def _spares(self, workload: Workload, now_s: float, *, dwell_s: float) -> list[str]:
+        """Hosts that are ready (for at least ``dwell_s``), have no place, and may work for the workload; by name."""
         present = self._sensor.ready_version, self._records.version
         if self._free_of != present:
             self._free_of, self._free = present, sorted(self._sensor.ready - self._taken())
+        free = self._of_one_job(workload, self._free)
         if not dwell_s:
-            return self._free
-        hosts = (self._sensor.host(name) for name in self._free)
+            return free
+        hosts = (self._sensor.host(name) for name in free)
         return [host.name for host in hosts if host is not None and now_s - host.since_s >= dwell_s]
+
+    def _of_one_job(self, workload: Workload, hosts: list[str]) -> list[str]:
+        """Those of one job that the user has submitted: another one has other data, and maybe another script."""
+        jobs = {host: self._job_of(host) for host in hosts}
+        counts = Counter(filter(None, jobs.values()))
+        if not counts or counts.keys() == {workload.job}:
+            return hosts
+        job = workload.job
+        if not job or all(self._job_of(host.name) != job for host in self._sensor.hosts()):
+            # It has no hosts, or they are no more. The first job that is whole, else the one that most has come of.
+            others = {
+                each.job for each in self._workloads.values() if each is not workload and not each.state.has_ended
+            }
+            free = {one: number for one, number in counts.items() if one not in others}
+            job = min(free, key=lambda one: (-min(free[one], workload.spec.hosts), one), default=job)
+        for other in counts.keys() - {job}:
+            if (job, other) not in self._foreign:
+                self._foreign.add((job, other))
+                logger.warning(
+                    "%d ready hosts belong to job %s, and are not given to workload %s, which is job %s: a supervisor"
+                    " runs one job at a time; the other waits for its end, or for a supervisor of its own",
+                    counts[other],
+                    other,
+                    workload.name,
+                    job,
+                )
+        return [host for host in hosts if jobs[host] in ("", job)]
 
     def _taken(self) -> set[str]:
         taken: set[str] = set()

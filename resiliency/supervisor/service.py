@@ -181,6 +181,7 @@ class Service:
             ),
             period_s=settings.sensor.period_s,
             machine_of=self.machine_of,
+            job_of=self._job_of,
             resorts=self._resorts,
         )
         self.decided = Decided()
@@ -498,6 +499,9 @@ class Service:
                     self.controller.note_job(name, *jobs)  # it never had hosts, and these were there for it
         if self.decided.all_is_done != was_done:
             concerned.update(self._heard)  # hosts without a place may end too, or are wanted again
+            for facts in list(self._facts.values()):
+                if self.decided.all_is_done and facts.host in self._heard and not facts.unwanted:
+                    self._begin_submitted(facts)  # a job that has waited for the end of the one before
         self._asks = self.decided.asks()
         self._answers = {
             key: value
@@ -551,10 +555,21 @@ class Service:
                 term=self.term,
                 place=place,
                 asks=tuple(asks),
-                # Not before the cluster has said which job the host belongs to: it may be a new one.
-                completed=self._all_is_done() and (host in self._facts or not self._cluster.vouches),
+                completed=self._all_is_done() and self._is_of_what_has_ended(host),
             )
         )
+
+    def _is_of_what_has_ended(self, host: str) -> bool:
+        """Whether a host belongs to the job of a workload, all of which have ended. Not before the cluster has said to
+        which it belongs: it may be a new one."""
+        if not self._cluster.vouches:
+            return True
+        jobs = {each.job for each in self.decided.workloads.values()}
+        return host in self._facts and (self._job_of(host) in jobs or "" in jobs)
+
+    def _job_of(self, host: str) -> str:
+        facts = self._facts.get(host)
+        return "" if facts is None else facts.job
 
     def _all_is_done(self) -> bool:
         """Whether all workloads have ended, as stored, and none was started again that is not stored yet."""
@@ -874,6 +889,8 @@ class Service:
             if known is not None and known.state.has_ended and known.job and facts.job not in ("", known.job):
                 logger.warning("%s was %s, and is begun again: %s is of a new job", spec.name, known.state, facts.host)
                 self.controller.add(spec, self._clock())
+                self.controller.note_job(spec.name, facts.job)
+                self._due.set()
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -249,7 +249,7 @@ def test_a_save_that_is_skipped_or_refused_has_a_trace_that_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpointer, "_wait_for_previous", lambda *arguments: False)
+        patch.setattr(Checkpointer, "_wait_for_previous", lambda *arguments: "the last one is not recorded yet")
         fit(tmp_path / "a", tmp_path / "traces-a", max_steps=2)
     assert outcome(read(tmp_path / "traces-a/ckpt_rank0_step2_trace.json")).startswith("skipped")
 

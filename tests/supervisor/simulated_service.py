@@ -294,14 +294,18 @@ class Whole:
         self.told_last: list[tuple[str, str, str]] = []
         #: What the hosts are of, as the cluster says.
         self.submitted = ""
+        #: Hosts that are of another job than the rest.
+        self.others: dict[str, str] = {}
         self.start()
 
     def is_of(self, job: str) -> None:
-        """The cluster says that all hosts are of this job."""
+        """The cluster says that all hosts are of this job, but for ``others``."""
         self.submitted = job
         assert self.service is not None
         for name in self.hosts:
-            self.service.cluster_says(HostFacts(host=name, node=f"n-{name}", job=job, ended=self.kept))
+            self.service.cluster_says(
+                HostFacts(host=name, node=f"n-{name}", job=self.others.get(name, job), ended=self.kept)
+            )
 
     # -- the supervisor -----------------------------------------------------------------------------------------------
 

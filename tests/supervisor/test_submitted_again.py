@@ -8,7 +8,7 @@ import pytest
 
 from resiliency.supervisor.model import WorkloadSpec, WorkloadState
 
-from .simulated_service import Whole
+from .simulated_service import SimHost, Whole
 
 
 @pytest.fixture
@@ -56,3 +56,48 @@ def test_a_supervisor_that_was_started_again_knows_which_job_has_ended(whole: Wh
     assert whole.job.state is WorkloadState.STOPPED
     submit(whole, "second")
     whole.until(lambda: whole.job.state is WorkloadState.RUNNING)
+
+
+@pytest.fixture
+def crowded() -> Iterator[Whole]:
+    """Two hosts train; two others are of a second job, which was submitted meanwhile."""
+    made = Whole(WorkloadSpec(name="job", replicas=2, dwell_s=1.0, start_timeout_s=6.0, wait_timeout_s=600.0), 4)
+    try:
+        made.until(lambda: made.job is not None and made.job.state is WorkloadState.RUNNING)
+        made.others = dict.fromkeys(made.hosts.keys() - set(made.job.places), "second")
+        submit(made, "first")
+        made.until(lambda: made.job.job == "first")
+        yield made
+    finally:
+        made.close()
+
+
+def test_a_host_of_another_job_takes_nobodys_place(crowded: Whole, caplog: pytest.LogCaptureFixture) -> None:
+    lost, kept = crowded.job.places
+    crowded.hosts[lost].up = False
+    crowded.until(lambda: crowded.job.places == (kept,) and crowded.job.state is WorkloadState.RUNNING)
+    crowded.pass_time(10.0)
+    assert crowded.job.places == (kept,)
+    said = [record.getMessage() for when in ("setup", "call") for record in caplog.get_records(when)]
+    assert (
+        sum("belong to job second, and are not given to workload job, which is job first" in one for one in said) == 1
+    )
+
+
+def test_a_job_that_waits_for_the_end_of_another_is_begun_then(crowded: Whole) -> None:
+    stop(crowded)
+    crowded.until(lambda: crowded.job.state is WorkloadState.RUNNING and crowded.job.job == "second")
+    assert set(crowded.job.places) == crowded.others.keys()
+
+
+def test_two_jobs_that_come_together_are_not_mixed() -> None:
+    made = Whole(WorkloadSpec(name="job", replicas=2, dwell_s=1.0, start_timeout_s=6.0), 0)
+    try:
+        names = [f"h-{number}" for number in range(4)]
+        made.others = {"h-0": "bb", "h-1": "aa", "h-2": "bb", "h-3": "aa"}
+        made.hosts.update({name: SimHost(made, name) for name in names})
+        made.is_of("")
+        made.until(lambda: made.job is not None and made.job.state is WorkloadState.RUNNING)
+        assert {made.others[host] for host in made.job.places} == {"aa"}
+    finally:
+        made.close()
