@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.machinery
 import importlib.util
-import os
+import re
 import sys
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from resiliency.launch.fresh import ScriptCommand
 
@@ -27,19 +25,13 @@ _LATER = (
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
 )
 _LIGHTNING = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
+_IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+(.*)", re.MULTILINE)
 _MAX_FILES = 200
 
 
 def modules_to_preload(command: ScriptCommand, cwd: str) -> list[str]:
     """Names of installed modules, in import order. Reads source files, imports nothing."""
-    folder = command.import_folder(cwd)
-    path = [folder, *sys.path]
-    own = command.target.partition(".")[0] if command.is_module else ""
-    start = [os.path.join(cwd, command.target)]
-    if command.is_module:
-        start = [_source(command.target, path), _source(f"{command.target}.__main__", path)]
-    found = {name for name in _imported(list(filter(None, start)), folder, own) if name.partition(".")[0] in _KNOWN}
-    tops = {name.partition(".")[0] for name in found}
+    tops = _imported(command, cwd).intersection(_KNOWN)
     modules: list[str] = [name for name in ("numpy", "torchmetrics") if name in tops]
     if tops - {"numpy"}:
         modules += ["torch", "torch.distributed"]
@@ -48,53 +40,41 @@ def modules_to_preload(command: ScriptCommand, cwd: str) -> list[str]:
     modules += [module for top, module in _LIGHTNING.items() if top in tops]
     if "resiliency" in tops:
         modules += ["resiliency.agent.server"]  # the agent's process is forked from the zygote as well
-    if "resiliency" in tops and tops & set(_LIGHTNING):
-        modules += ["resiliency.callbacks.model_checkpoint"]
-    elif "resiliency" in tops:
-        modules += ["resiliency.checkpoint.checkpointer"]
+        with_callback = tops & set(_LIGHTNING)
+        modules += ["resiliency.callbacks.model_checkpoint" if with_callback else "resiliency.checkpoint.checkpointer"]
     return [name for name in modules if importlib.util.find_spec(name.partition(".")[0]) is not None]
 
 
-def _imported(files: list[str], folder: str, own: str) -> Iterator[str]:
-    """Names of modules imported anywhere in the files, and in the files that these import from their folder or their
-    own package."""
-    seen: set[str] = set()
-    waiting = list(files)
+def _imported(command: ScriptCommand, cwd: str) -> set[str]:
+    """Packages that are imported anywhere in the script, and in the files that it imports from its folder, or a module
+    from its own package."""
+    folder = command.import_folder(cwd)
+    waiting, own = [Path(cwd, command.target)], ""
+    if command.is_module:
+        own = command.target.partition(".")[0]
+        waiting = [
+            path for name in (command.target, f"{command.target}.__main__") for path in _files(name, folder, own)
+        ]
+    seen: set[Path] = set()
+    found: set[str] = set()
     while waiting and len(seen) < _MAX_FILES:
         path = waiting.pop()
         if path in seen:
             continue
         seen.add(path)
-        names: list[str] = []
-        with suppress(OSError, SyntaxError, ValueError):  # running the script will report the error
-            with open(path, "rb") as file:
-                names = list(_names(ast.parse(file.read())))
-        for name in names:
-            yield name
-            places = [folder, *sys.path] if own and name.partition(".")[0] == own else [folder]
-            source = _source(name, places)
-            if source:
-                waiting.append(source)
+        with suppress(OSError):  # running the script will report the error
+            for line in _IMPORT.findall(path.read_text(errors="replace")):
+                for part in filter(str.strip, line.split(",")):
+                    name = part.split()[0]
+                    found.add(name.partition(".")[0])
+                    waiting += _files(name, folder, own)
+    return found
 
 
-def _source(name: str, path: Sequence[str]) -> str:
-    """Source file of a module; "" when there is none. Imports nothing, not even parent packages."""
-    places: Sequence[str] | None = path
-    spec = None
-    above = ""
-    for part in name.split("."):
-        above = f"{above}.{part}" if above else part
-        spec = None if places is None else importlib.machinery.PathFinder.find_spec(above, places)
-        if spec is None:
-            return ""
-        places = spec.submodule_search_locations
-    return spec.origin if spec is not None and spec.origin and spec.origin.endswith(".py") else ""
-
-
-def _names(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
+def _files(name: str, folder: str, own: str) -> list[Path]:
+    """The source file of a module in the folder, or of the package of that name wherever it is installed."""
+    for root in [folder, *sys.path] if name.partition(".")[0] == own else [folder]:
+        base = Path(root, *name.split("."))
+        if found := [path for path in (Path(f"{base}.py"), base / "__init__.py") if path.is_file()]:
+            return found
+    return []

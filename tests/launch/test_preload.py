@@ -51,7 +51,7 @@ def test_a_module_of_an_installed_package_is_followed_through_that_package(
     assert not [name for name in sys.modules if name.startswith("ours")]
 
 
-@pytest.mark.parametrize("text", ["import (", "x = '\0'", "\xff\xfe"], ids=["syntax", "null", "bytes"])
+@pytest.mark.parametrize("text", ["import (", "import ,", "\xff\xfe"], ids=["syntax", "comma", "bytes"])
 def test_a_script_that_cannot_be_read_is_left_to_its_own_run(text: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_bytes(text.encode("latin-1"))
     assert preloaded(tmp_path) == []
