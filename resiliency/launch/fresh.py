@@ -115,9 +115,9 @@ def seed_anew() -> None:
 
 
 def run_script(command: ScriptCommand) -> None:
-    """Runs the script in ``__main__``, as the interpreter does. Tracebacks are shown without frames of this library.
+    """Runs the script in ``__main__``, as the interpreter does.
 
-    An exception of the script ends the process with status 1.
+    An exception of the script ends the process with status 1; its traceback is shown without frames of this library.
 
     Raises:
         SystemExit, KeyboardInterrupt: raised by the script.
@@ -135,12 +135,9 @@ def run_script(command: ScriptCommand) -> None:
         with io.open_code(path) as file:
             source = file.read()
         exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)  # noqa: S102 - the user's script
-    except SystemExit:
+    except (SystemExit, KeyboardInterrupt):
         raise
-    except BaseException as error:
-        _hide_frames_above(error, _without_ours(error.__traceback__))
-        if isinstance(error, KeyboardInterrupt):  # the interpreter ends the process by SIGINT
-            raise
+    except BaseException as error:  # Boundary: whatever the user's script raises.
         _end_as_failed(error)
 
 
@@ -154,33 +151,16 @@ def _end_as_failed(error: BaseException) -> NoReturn:
     """Prints the error and does what the interpreter does at its end, except for tearing down what was imported before
     the fork: that would copy all of it, for a quarter of a second, while the next attempt waits.
     """
-    try:
-        sys.excepthook(type(error), error, error.__traceback__)
-    except BaseException as failure:  # Boundary: a failing hook; the interpreter goes on to its end, too.
-        sys.stderr.write("Error in sys.excepthook:\n")
-        if failure.__context__ is error:
-            failure.__context__ = None
-        traceback.print_exception(type(failure), failure, _without_ours(failure.__traceback__))
-        sys.stderr.write("\nOriginal exception was:\n")
-        traceback.print_exception(type(error), error, _without_ours(error.__traceback__))
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]
-    except BaseException:  # Boundary: a signal during the shutdown.
-        traceback.print_exc()
-    atexit._run_exitfuncs()
+    trace = error.__traceback__ = _without_ours(error.__traceback__)
+    threads: Any = threading
+    ends = (lambda: sys.excepthook(type(error), error, trace), threads._shutdown, atexit._run_exitfuncs)
+    for end in ends:
+        try:
+            end()
+        except BaseException:  # Boundary: a hook of the script that fails; the rest is done nevertheless.
+            traceback.print_exc()
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):  # None, broken or closed
             stream.flush()
     ctypes.CDLL(None).fflush(None)
     os._exit(1)
-
-
-def _hide_frames_above(error: BaseException, trace: types.TracebackType | None) -> None:
-    """Makes ``sys.excepthook``, also one that the script has set, print the error with this traceback."""
-    hook = getattr(sys, "excepthook", sys.__excepthook__)
-
-    def print_error(kind: type[BaseException], value: BaseException, found: types.TracebackType | None) -> None:
-        shown = trace if value is error else found
-        hook(kind, value.with_traceback(shown), shown)
-
-    sys.excepthook = print_error

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from resiliency.errors import ResiliencyError
 from resiliency.launch.fresh import parse_command
 from resiliency.runtime.channel import pair, receive, send
-from resiliency.runtime.processes import ForkedProcess, is_stopped, mark_own
+from resiliency.runtime.processes import ForkedProcess, mark_own
 from resiliency.settings import package_root
 
 __all__ = ["CannotFork", "HostZygote"]
@@ -34,8 +33,6 @@ _BOOTSTRAP = (
 _IMPORT_TIMEOUT_S = 120.0
 #: Seconds that a standby may take to answer.
 _START_TIMEOUT_S = 20.0
-#: Seconds between two looks whether the zygote is stopped.
-_LOOK_S = 1.0
 #: Seconds after which a wait is logged.
 _SAY_S = 10.0
 
@@ -162,29 +159,23 @@ class HostZygote:
         return int(answer["pid"])
 
     def _receive(self, connection: socket.socket, timeout_s: float) -> dict[str, Any] | None:
-        """The next message; None when the other end is closed. Blocks: up to ``timeout_s``, but at most a second when
-        the zygote is stopped.
+        """The next message; None when the other end is closed. Blocks: up to ``timeout_s``.
 
         Raises:
-            CannotFork: no message came in time, or a signal has stopped the zygote.
+            CannotFork: no message came in time.
         """
-        began = time.monotonic()
-        said = False
-        while not select.select([connection], [], [], _LOOK_S)[0]:
-            if is_stopped(self._process.pid):
-                raise CannotFork("the process that forks ranks does not answer (a signal has stopped it)")
-            waited_s = time.monotonic() - began
-            if waited_s > timeout_s:
-                raise CannotFork(f"the process that forks ranks does not answer (for {timeout_s:.0f} s)")
-            if waited_s > _SAY_S and not said:
-                said = True
-                logger.warning(
-                    "waiting for process %d, which forks ranks, for %.0f s so far (at most %.0f): it imports what ranks"
-                    " need, or is busy; --no-standby starts ranks without it",
-                    self._process.pid,
-                    waited_s,
-                    timeout_s,
-                )
+        ready = select.select([connection], [], [], _SAY_S)[0]
+        if not ready:
+            logger.warning(
+                "waiting for process %d, which forks ranks, for %.0f s so far (at most %.0f): it imports what ranks"
+                " need, or is busy; --no-standby starts ranks without it",
+                self._process.pid,
+                _SAY_S,
+                timeout_s,
+            )
+            ready = select.select([connection], [], [], timeout_s - _SAY_S)[0]
+        if not ready:
+            raise CannotFork(f"the process that forks ranks does not answer (for {timeout_s:.0f} s)")
         try:
             received = receive(connection)
         except OSError as error:
@@ -203,17 +194,15 @@ class HostZygote:
             try:
                 answer = self._receive(self._control, _IMPORT_TIMEOUT_S)
             except CannotFork as error:
-                self._problem, ends = str(error), is_stopped(self._process.pid)
-                if ends:
-                    self._process.kill()  # so that another zygote replaces it
-            else:
-                self._problem, ends = "the zygote ended while it imported", answer is None
-                if answer is not None:
-                    self._problem, self._modules = answer["problem"], answer["modules"]
-                    logger.debug("imported in advance in %.2f s: %s", answer["seconds"], len(self._modules))
-            if ends:
+                self._problem = str(error)
+                raise
+            if answer is None:
+                self._problem = "the zygote ended while it imported"
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(5)
+            else:
+                self._problem, self._modules = answer["problem"], answer["modules"]
+                logger.debug("imported in advance in %.2f s: %s", answer["seconds"], len(self._modules))
         if self._problem:
             raise CannotFork(self._problem)
         self._ready = True

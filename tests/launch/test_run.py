@@ -316,43 +316,6 @@ def test_ranks_outlive_the_process_that_forked_them_and_the_next_ones_are_forked
     assert job.left() == []
 
 
-def test_a_stopped_process_that_forks_ranks_is_replaced_and_not_waited_for(launch: Any, tmp_path: Path) -> None:
-    script = """
-        import os, signal, sys, time
-        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-        open(sys.argv[1] + "/" + attempt, "w").write("1")
-        while not os.path.exists(sys.argv[1] + "/go"):
-            time.sleep(0.01)
-        if attempt != "2":  # the standby that is there can take over once
-            os.kill(os.getpid(), signal.SIGKILL)
-    """
-    job = launch(script, "--max-restarts", 2, "--crash-loop", 0, arguments=[tmp_path])
-    wait_for(tmp_path / "0")
-    forking = [one for one in psutil.Process(job.pid).children() if "-c" in one.cmdline()]
-    min(forking, key=psutil.Process.create_time).suspend()  # the others are standbys
-    job.descendants()
-    (tmp_path / "go").touch()
-    assert job.wait(timeout_s=19) == 0, job.text
-    assert "does not answer (a signal has stopped it)" in job.text
-    assert job.left() == []
-
-
-def test_a_process_that_is_stopped_while_it_imports_is_not_waited_for(launch: Any, tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(
-        f"import os\nopen({str(tmp_path / 'imports')!r}, 'w').write(str(os.getpid()))\nimport time\ntime.sleep(2)"
-    )
-    script = """
-        import os
-        assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "1", "again"
-    """
-    job = launch(script, "--max-restarts", 1, "--crash-loop", 0, "--preload", "slow", env={"PYTHONPATH": str(tmp_path)})
-    os.kill(int(wait_for(tmp_path / "imports")), signal.SIGSTOP)
-    assert job.wait(timeout_s=60) == 0, job.text
-    assert "does not answer (a signal has stopped it)" in job.text
-    assert "another one is started" in job.text
-    assert job.left() == []
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_nothing_is_left_when_the_launcher_ends(number: signal.Signals, launch: Any, tmp_path: Path) -> None:
     job = launch(WAITING, "--nproc-per-node", 2, arguments=[tmp_path])
@@ -453,35 +416,12 @@ def test_a_launcher_that_waits_uses_no_processor_time(launch: Any, tmp_path: Pat
             (tmp_path / name).unlink()
 
 
-@pytest.mark.parametrize("error", ["ValueError('boom')", "KeyboardInterrupt"])
-def test_a_traceback_has_no_frame_of_the_launcher(error: str, launch: Any) -> None:
-    job = launch(f"def f():\n    raise {error}\nf()\n")
+def test_a_traceback_has_no_frame_of_the_launcher(launch: Any) -> None:
+    job = launch("def f():\n    raise ValueError('boom')\nf()\n")
     assert job.wait() == 1
-    shown = job.text[job.text.index("Traceback") :]
-    shown = shown[: re.search(r"^(ValueError: boom|KeyboardInterrupt)$", shown, re.MULTILINE).start()]  # type: ignore[union-attr]
+    shown = job.text[job.text.index("Traceback") : job.text.index("ValueError: boom")]
     assert re.findall(r'File "(.*?)", line (\d+)', shown) == [
         (str(job.output.parent / "train.py"), line) for line in "32"
-    ]
-
-
-def test_a_hook_for_exceptions_that_raises_is_told_of_as_by_the_interpreter(launch: Any) -> None:
-    script = """
-        import sys
-
-        def hook(*_):
-            raise RuntimeError("the hook broke")
-
-        sys.excepthook = hook
-        raise ValueError("boom")
-    """
-    job = launch(script)
-    assert job.wait() == 1
-    said = job.text[job.text.index("Error in sys.excepthook:") : job.text.index("ValueError: boom")]
-    assert re.findall(r'File "(.*?)", line (\d+)|(Original exception was:|RuntimeError: the hook broke)', said) == [
-        (str(job.output.parent / "train.py"), "5", ""),
-        ("", "", "RuntimeError: the hook broke"),
-        ("", "", "Original exception was:"),
-        (str(job.output.parent / "train.py"), "8", ""),
     ]
 
 
