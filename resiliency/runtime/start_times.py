@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import stat
 import sys
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +27,6 @@ class _Times:
     pid: int
     began: float | None = None
     callback: float | None = None
-    #: Seconds that imports have taken since ``began``; None: they are not timed.
-    imports_s: float | None = None
     #: When init_process_group was called, and when it returned.
     group: tuple[float, float] | None = None
     watches_group: bool = False
@@ -52,23 +47,22 @@ def script_begins() -> None:
     """Resets the times, in a process that is older than its attempt: a forked rank, or one that goes on."""
     global _times
     _times = _Times(pid=os.getpid(), began=time.monotonic())
-    _time_imports(_times)
 
 
 def callback_made() -> None:
     """Records that the script has made a callback, which means that its imports are done."""
     times = _own()
     times.callback = time.monotonic()
-    _time_imports(None)
     if not times.told and environment().launch.job:
         _time_group(times)
 
 
 def start_fields() -> dict[str, Any]:
     """Fields for the first ``job_started`` event of an attempt, in seconds: ``since_process_s``, ``since_callback_s``,
-    ``imports_s`` (before the callback), ``since_group_s`` and ``group_s`` (since init_process_group was called, and how
-    long it took) and, where torchrun has started the process, ``since_launcher_s``. Also ``logs``, the files that its
-    output goes to, and ``workload``, a supervisor's name for the job.
+    ``imports_s`` (in a new process, until it has imported this library), ``since_group_s`` and ``group_s`` (since
+    init_process_group was called, and how long it took) and, where torchrun has started the process,
+    ``since_launcher_s``. Also ``logs``, the files that its output goes to, and ``workload``, a supervisor's name for
+    the job.
 
     Empty on later calls, and where no launcher has started the process: in a notebook the process starts long before
     the job.
@@ -85,9 +79,8 @@ def start_fields() -> dict[str, Any]:
         fields["since_launcher_s"] = round(launcher_s, 6)
     if times.callback is not None and times.callback >= began:
         fields["since_callback_s"] = round(now - times.callback, 6)
-        imports_s = times.imports_s if times.began is not None else min(_IMPORTED_S, times.callback) - began
-        if imports_s is not None and imports_s >= 0:
-            fields["imports_s"] = round(imports_s, 6)
+        if times.began is None:  # a process that is older than its attempt has most imports from before
+            fields["imports_s"] = round(max(0.0, min(_IMPORTED_S, times.callback) - began), 6)
     if times.group is not None:
         called, returned = times.group
         fields.update(since_group_s=round(now - called, 6), group_s=round(returned - called, 6))
@@ -110,45 +103,6 @@ def _output_files() -> list[str]:
         if is_file and path not in found:
             found.append(path)
     return found
-
-
-# -- imports ----------------------------------------------------------------------------------------------------------
-
-#: Python omits frames of this file name from tracebacks, so the function below gets it, too.
-_IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
-#: The original of the function that is replaced while imports are timed; None: it is not replaced.
-_find: Callable[[str, Any], Any] | None = None
-
-
-def _time_imports(times: _Times | None) -> None:
-    """From now on adds up the time of imports on this thread; None: stops that.
-
-    The interpreter calls the replaced function only for a module that is not imported yet: half a microsecond each.
-    microsecond for each of them.
-    """
-    global _find
-    system: Any = importlib.__dict__["_bootstrap"]
-    if _find is not None:
-        system._find_and_load, _find = _find, None
-    if times is None:
-        return
-    find: Callable[[str, Any], Any] = system._find_and_load
-    thread, deep = threading.get_ident(), False
-
-    def find_and_load(name: str, import_: Any) -> Any:
-        nonlocal deep
-        if deep or threading.get_ident() != thread:
-            return find(name, import_)
-        deep, began = True, time.perf_counter()
-        try:
-            return find(name, import_)
-        finally:
-            deep = False
-            times.imports_s = (times.imports_s or 0.0) + time.perf_counter() - began
-
-    find_and_load.__code__ = find_and_load.__code__.replace(co_filename=_IMPORT_SYSTEM)
-    _find, times.imports_s = find, 0.0
-    system._find_and_load = find_and_load
 
 
 # -- the process group ------------------------------------------------------------------------------------------------
