@@ -1,4 +1,4 @@
-"""The process at the other end of a unix socket, as the kernel knows it: alive, stopped, or gone. Linux."""
+"""The process at the other end of a unix socket, as the kernel knows it: alive or gone. Linux."""
 
 from __future__ import annotations
 
@@ -78,21 +78,6 @@ class Peer:
         poller.register(self._pidfd, select.POLLIN)
         self.gone = bool(poller.poll(within_s * 1e3))
         return self.gone
-
-    @property
-    def watched(self) -> bool:
-        """True when there is a pidfd, so that the death of the process is noticed."""
-        return self._pidfd >= 0
-
-    @property
-    def stopped(self) -> bool:
-        """True while a signal has stopped the process (a debugger does not count); False when that is unknown."""
-        try:
-            with open(f"/proc/{self.pid}/stat", "rb") as file:
-                # the name, in parentheses, may contain spaces and parentheses
-                return file.read().rpartition(b")")[2].split()[0] == b"T"
-        except (OSError, IndexError):
-            return False
 
     def runs(self, module: str) -> bool:
         """True when the process was started with this word among its arguments; False also when that is unknown."""

@@ -70,16 +70,10 @@ _MAX_LOSSES = 3
 _LOSS_WINDOW_S = 120.0
 #: Seconds that a flush waits for an agent to be started before its time.
 _START_NOW_S = 10.0
-#: Seconds for which an agent must be seen stopped (SIGSTOP), while a rank waits for it, before it is killed.
-_STOPPED_S = 3.0
-#: Most seconds between two such looks for them to count as one stop, as between two saves that wait for the agent.
-_STOPPED_LOOKS_S = 60.0
 #: Seconds for a killed agent to end. One that waits for a disk ends when the disk answers, and does nothing more.
 _KILLED_S = 0.5
 #: Seconds for the connection to close when the process leaves an attempt.
 _LEAVE_TIMEOUT_S = 0.5
-#: Seconds between two looks at an agent that is waited for: the kernel does not notify when a process is stopped.
-_LOOK_S = 0.5
 
 
 #: Agents that outlive their clients in this process; their exit status must still be collected.
@@ -134,7 +128,6 @@ class AgentClient:
         self._losses: deque[float] = deque()
         self._flushed: dict[int, bool] = {}
         self._flushes = 0
-        self._watch = _StopWatch()  # covers all waits for a message, each of which may be short
 
     @property
     def is_down(self) -> bool:
@@ -225,7 +218,7 @@ class AgentClient:
         """
         connection = self._dial() or self._start_and_dial()
         try:
-            connection.settimeout(_LOOK_S)
+            connection.settimeout(_HELLO_TIMEOUT_S)
             with self._lock:
                 heard = self._heard.heard()
             hello = Hello(version=PROTOCOL_VERSION, rank=self.rank, config=self.config, heard=heard)
@@ -259,65 +252,38 @@ class AgentClient:
     def _hello_answer(self, connection: socket.socket, framer: Framer) -> list[Message]:
         """The agent's answer to Hello, then the notices that came with it. Blocks: up to 30 s and ``drain_s``.
 
-        A stopped agent is killed: the next one can do all its work.
-
         Raises:
-            OSError: no answer came: the agent closed the connection, was killed, or took too long.
+            OSError: no answer came: the agent closed the connection, or took too long, and was killed.
         """
-        deadline = time.monotonic() + _HELLO_TIMEOUT_S + self.config.drain_s
-        with Peer(connection) as agent:
-            watch = _StopWatch()
-            while time.monotonic() < deadline:
-                try:
-                    data = connection.recv(1 << 16)
-                except TimeoutError:
-                    if watch.too_long(agent):
-                        self._kill_stopped(agent)
-                    continue
-                if not data:
-                    raise _HelloRefused("the agent closed the connection before it answered Hello")
+        connection.settimeout(_HELLO_TIMEOUT_S + self.config.drain_s)
+        try:
+            while data := connection.recv(1 << 16):
                 if messages := list(framer.feed(data)):
                     return messages
-        raise TimeoutError("the agent did not answer Hello")
+        except TimeoutError:
+            self._kill_silent(connection)
+            raise
+        raise _HelloRefused("the agent closed the connection before it answered Hello")
 
-    def _kill_stopped(self, agent: Peer) -> None:
-        """Kills a stopped agent. Blocks: until it is gone, up to 3 s.
+    def _kill_silent(self, connection: socket.socket) -> None:
+        """Kills an agent that does not answer Hello: the next one can do all its work. Blocks: until it is gone, half a
+        second at most.
 
         Raises:
-            OSError: always: ConnectionError when the agent is gone, TimeoutError when it is still there.
+            ConnectionError: it is gone.
         """
-        self._events.emit(EventKind.AGENT_LOST, losses=len(self._losses), reason="stopped", agent_pid=agent.pid)
-        if self._end_stopped(agent, "another one is started, which finishes its work"):
-            raise ConnectionError("it was stopped, and was killed")
-        raise TimeoutError(f"the agent (pid {agent.pid}) is stopped by a signal, and cannot be killed")
-
-    def _replace_stopped(self, agent: Peer) -> None:
-        """Kills a stopped agent and breaks the link, so that the link thread connects to another one; otherwise that
-        thread would wait as long again for this one.
-
-        Blocks: half a second at most.
-        """
-        self._events.emit(EventKind.AGENT_LOST, losses=len(self._losses), reason="stopped", agent_pid=agent.pid)
-        self._end_stopped(agent, "another one is started, which finishes its work", within_s=_KILLED_S)
-        self._break_link()
-
-    def _end_stopped(self, agent: Peer, then: str, *, within_s: float = _STOPPED_S) -> bool:
-        """Kills a stopped agent and logs that; False when it is still there. Blocks: until it is gone, up to
-        ``within_s``."""
-        # All ranks find it stopped at the same moment; when another rank has just killed it, its command line is gone
-        # already.
-        kills = agent.pid != os.getpid() and agent.runs(AGENT_WORD) and agent.kill()
-        if agent.pid == os.getpid() or not agent.wait_gone(within_s):
-            return False
-        if kills:
+        with Peer(connection) as agent:
+            self._events.emit(EventKind.AGENT_LOST, losses=len(self._losses), reason="silent", agent_pid=agent.pid)
+            if not _kill(agent):
+                return
             logger.warning(
-                "rank %d: the checkpoint agent of %s (pid %d) was stopped by a signal, and was killed; %s",
+                "rank %d: the checkpoint agent of %s (pid %d) did not answer, and was killed; another one is started,"
+                " which finishes its work",
                 self.rank,
                 self.config.local.address,
                 agent.pid,
-                then,
             )
-        return True
+        raise ConnectionError("it did not answer, and was killed")
 
     def _dial(self) -> socket.socket | None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -416,8 +382,7 @@ class AgentClient:
             if self._socket is None:
                 return  # it was lost meanwhile, and the link thread is replacing it
             with Peer(self._socket) as agent:
-                killed = agent.pid != os.getpid() and agent.runs(AGENT_WORD) and agent.kill()
-                if not killed or not agent.wait_gone(_KILLED_S):
+                if not _kill(agent):
                     # It still has its address, so no other agent process can serve this directory.
                     self._losses.extend([time.monotonic()] * (_MAX_LOSSES + 1))
             self._break_link()
@@ -447,13 +412,7 @@ class AgentClient:
             if heard or left == 0:
                 self._woken = False
                 return heard
-            if self._news.wait(min(left, _LOOK_S)) or left <= _LOOK_S:
-                continue
-            with self._lock:
-                if self._socket is not None:
-                    with Peer(self._socket) as agent:
-                        if self._watch.too_long(agent):
-                            self._replace_stopped(agent)
+            self._news.wait(left)
 
     def wake(self) -> None:
         """Ends the current or next :meth:`wait_message`, for news that does not come from an agent. Thread: any.
@@ -616,21 +575,13 @@ class AgentClient:
             except OSError:
                 self._changed.wait(min(left, 0.2))
                 return None
-            deadline = time.monotonic() + left + 1.0
-            with Peer(connection) as agent:
-                watch = _StopWatch()
-                while ticket not in self._flushed and self._socket is connection and time.monotonic() < deadline:
-                    self._changed.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
-                    if watch.too_long(agent):
-                        self._replace_stopped(agent)
-                        break
+            self._changed.wait_for(lambda: ticket in self._flushed or self._socket is not connection, left + 1.0)
             return self._flushed.pop(ticket, None)
 
     def close(self, *, timeout_s: float = 10.0, others_s: float = 0.0) -> None:
         """Disconnects; the agent exits when every rank has disconnected. Idempotent.
 
         Blocks: up to ``timeout_s``; if another rank has started the agent, up to ``others_s`` until the agent is gone.
-            An agent that is stopped meanwhile is killed.
         """
         deadline = time.monotonic() + timeout_s
         _still_running[:] = [agent for agent in _still_running if agent.poll() is None]
@@ -648,7 +599,9 @@ class AgentClient:
             self._thread.join(timeout_s)
         if agent is not None:
             with agent:
-                self._wait_gone(agent, deadline if process is not None else time.monotonic() + others_s)
+                if agent.runs(AGENT_WORD):  # not a trainer in which the agent is embedded
+                    until = deadline if process is not None else time.monotonic() + others_s
+                    agent.wait_gone(until - time.monotonic())
         if process is not None:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -661,28 +614,10 @@ class AgentClient:
         if embedded is not None:
             embedded.close(max(0.0, deadline - time.monotonic()))
 
-    def _wait_gone(self, agent: Peer, deadline: float) -> None:
-        watch = _StopWatch()
-        if not agent.runs(AGENT_WORD):
-            return  # a trainer in which the agent is embedded
-        while agent.watched and (left := deadline - time.monotonic()) > 0 and not agent.wait_gone(min(left, _LOOK_S)):
-            if watch.too_long(agent):
-                self._end_stopped(agent, "the next start finishes its work")
 
-
-class _StopWatch:
-    """Tells when an awaited agent has been stopped for too long."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-        self._looked = 0.0
-
-    def too_long(self, agent: Peer) -> bool:
-        """True when the agent was stopped at every call during the last 3 seconds."""
-        if not agent.stopped:
-            self._since = None
-            return False
-        now = time.monotonic()
-        self._since = now if self._since is None or now - self._looked > _STOPPED_LOOKS_S else self._since
-        self._looked = now
-        return now - self._since >= _STOPPED_S
+def _kill(agent: Peer) -> bool:
+    """Kills the process of an agent, unless another rank has just done that; False when it is a trainer, in which the
+    agent is embedded, or still there. Blocks: half a second at most."""
+    if agent.pid != os.getpid() and agent.runs(AGENT_WORD):
+        agent.kill()
+    return agent.pid != os.getpid() and agent.wait_gone(_KILLED_S)

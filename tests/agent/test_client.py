@@ -26,7 +26,6 @@ from resiliency.storage.names import read_name
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state
-from tests.rings import few
 
 SOON = timedelta(seconds=20)
 PROCESS = replace(QUICK, agent="process", drain_timeout=timedelta(seconds=10))
@@ -213,8 +212,6 @@ def test_an_agent_that_never_listens_costs_one_deadline(
 @pytest.fixture
 def hung_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpointer_module, "_HUNG_S", 0.5)
-    # It would be killed as soon as a rank has seen for so long that it is stopped; saves are often further apart.
-    monkeypatch.setattr(client, "_STOPPED_S", 600.0)
 
 
 NAMED = replace(PROCESS, previous_save_timeout=timedelta(seconds=0.2))
@@ -262,28 +259,6 @@ def test_a_stopped_agent_is_ended_and_another_takes_over(
         assert ticket is not None
         ticket.wait(Stage.DURABLE, timeout=SOON)
     assert (loads(local), last_name(local)) == (100, 100)
-
-
-@pytest.mark.parametrize("flushes", few([True, False], [True]))
-def test_a_stopped_agent_is_waited_for_once(
-    local: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flushes: bool
-) -> None:
-    """The link was broken, and then its thread dialled the same agent and waited for it once more."""
-    monkeypatch.setattr(client, "_STOPPED_S", 1.0)
-    with make_checkpointer(local, options=NAMED) as checkpointer:
-        assert save(checkpointer, 1)
-        (stopped,) = running()
-        stopped.suspend()
-        ticket = checkpointer.save(2, make_state(2))
-        assert ticket is not None
-        if flushes:
-            assert checkpointer.flush(timeout=SOON)
-        else:
-            ticket.wait(Stage.DURABLE, timeout=SOON)
-    told = [entry.getMessage() for entry in caplog.records if entry.name == client.__name__]
-    order = [next(i for i, text in enumerate(told) if part in text) for part in ("was killed", "starting another")]
-    assert order == sorted(order), told
-    assert loads(local) == 2
 
 
 def test_an_agent_that_cannot_be_ended_takes_no_name_back_when_it_goes_on(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -207,106 +206,20 @@ def test_another_live_job_is_still_refused(config: AgentConfig, monkeypatch: pyt
         first.close()
 
 
-# ---- a stopped agent
+# ---- a silent agent
 
 
-@pytest.fixture
-def sooner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stopped agent is given up after half a second."""
-    monkeypatch.setattr(client_module, "_STOPPED_S", 0.5)
-    monkeypatch.setattr(client_module, "_LOOK_S", 0.1)
-
-
-@pytest.mark.usefixtures("sooner")
-def test_a_stopped_agent_is_replaced_at_the_restart_within_seconds_and_this_is_said(
-    config: AgentConfig, caplog: pytest.LogCaptureFixture
+def test_a_silent_agent_is_replaced_at_the_restart_and_this_is_said(
+    config: AgentConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = client_of(config)
-    old.open()
-    (agent,) = agents_of(config)
-    agent.suspend()
-    launched = old._process
-    old.close(timeout_s=0.1)
-    later = next_attempt(config)
-    new = client_of(later)
-    began = time.monotonic()
-    with caplog.at_level(logging.WARNING):
-        new.open()
-    took = time.monotonic() - began
-    try:
-        assert launched is not None and launched.wait(5) == -signal.SIGKILL
-        assert took < client_module._STOPPED_S + 10, f"the restart was delayed by {took:.0f} s"
-        said = [entry.getMessage() for entry in caplog.records if "was stopped by a signal" in entry.getMessage()]
-        assert len(said) == 1 and str(agent.pid) in said[0]
-        assert agent.pid not in [process.pid for process in agents_of(config)]
-        new.send(sealed(later))
-        assert new.flush(Stage.COMMITTED, timeout_s=20)
-    finally:
-        new.close()
-
-
-def test_an_agent_stopped_for_a_moment_is_waited_for(config: AgentConfig) -> None:
-    first = client_of(config)
-    first.open()
-    try:
-        (agent,) = agents_of(config)
-        agent.suspend()
-        helper = subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {agent.pid}"])
-        second = client_of(config)  # a rank that comes again
-        second.open()
-        helper.wait(10)
-        assert [process.pid for process in agents_of(config)] == [agent.pid]
-        second.close()
-    finally:
-        first.close()
-
-
-@pytest.mark.usefixtures("sooner")
-@pytest.mark.parametrize("how", ["flush", "message"])
-def test_who_waits_does_not_wait_for_a_stopped_agent(
-    config: AgentConfig, caplog: pytest.LogCaptureFixture, how: str
-) -> None:
-    """Such as at the end of training, or for a path: the save is committed by the next agent."""
-    rank = client_of(config)
-    rank.open()
-    try:
-        (agent,) = agents_of(config)
-        agent.suspend()
-        rank.send(sealed(config))
-        began = time.monotonic()
-        found: set[type] = set()
-        if how == "flush":
-            assert rank.flush(Stage.COMMITTED, timeout_s=60)
-        while Committed not in (found := found | {type(message) for message in rank.poll()}):
-            assert rank.wait_message(60)
-        assert time.monotonic() - began < 2 * client_module._STOPPED_S + 15
-        assert "was stopped by a signal" in caplog.text
-    finally:
-        rank.close()
-
-
-@pytest.mark.usefixtures("sooner")
-def test_an_agent_that_is_stopped_at_the_end_does_not_stay(
-    config: AgentConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    rank = client_of(config)
-    rank.open()
-    (agent,) = agents_of(config)
-    agent.suspend()
-    began = time.monotonic()
-    rank.close(timeout_s=60)
-    assert time.monotonic() - began < client_module._STOPPED_S + 15
-    assert agents_of(config) == [] and "the next start finishes its work" in caplog.text
-
-
-@pytest.mark.usefixtures("sooner")
-def test_ranks_that_find_a_stopped_agent_at_the_same_moment_both_start_the_next(config: AgentConfig) -> None:
-    """One kills it; of a process that has just been killed nothing can be read any more."""
+    """As one that a signal has stopped; of two ranks that find it silent one kills it, and both go on."""
+    monkeypatch.setattr(client_module, "_HELLO_TIMEOUT_S", 0.5)
     old = client_of(config)
     old.open()
     (agent,) = agents_of(config)
     agent.suspend()
     old.close(timeout_s=0.1)
+    later = dataclasses.replace(next_attempt(config), drain_s=0.0)
     runs = client_module.Peer.runs
 
     def killed_by_another(peer: client_module.Peer, word: str) -> bool:
@@ -314,11 +227,20 @@ def test_ranks_that_find_a_stopped_agent_at_the_same_moment_both_start_the_next(
         patched.undo()
         return runs(peer, word)
 
-    new = client_of(next_attempt(config))
+    new = client_of(later)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(client_module.Peer, "runs", killed_by_another)
         new.open()
-    new.close()
+    try:
+        said = [
+            entry.getMessage() for entry in caplog.records if "did not answer, and was killed" in entry.getMessage()
+        ]
+        assert len(said) == 1 and str(agent.pid) in said[0]
+        assert agent.pid not in [process.pid for process in agents_of(config)]
+        new.send(sealed(later))
+        assert new.flush(Stage.COMMITTED, timeout_s=20)
+    finally:
+        new.close()
 
 
 # ---- the working directory

@@ -111,20 +111,6 @@ def test_an_agent_outlives_a_launcher_that_is_killed_and_ends_by_itself(launch: 
     assert newest(tmp_path / "checkpoints") == 1
 
 
-def test_a_forked_agent_that_is_stopped_is_killed_and_replaced_by_the_next_attempt(launch: Any, tmp_path: Path) -> None:
-    job = launch(SAVING, "--nproc-per-node", 1, "--max-restarts", 1, arguments=[tmp_path])
-    rank = int(wait_for(tmp_path / "saved-0-1"))
-    (agent,) = agents(tmp_path)
-    agent.suspend()
-    wait_stopped(agent.pid)
-    os.kill(rank, signal.SIGKILL)
-    wait_for(tmp_path / "saved-1-1")
-    assert not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE
-    let_go(tmp_path / "go-1-1", "end")
-    assert job.wait() == 0, job.text
-    assert newest(tmp_path / "checkpoints") == 11
-
-
 def test_without_standbys_left_an_agent_is_a_new_interpreter(launch: Any, tmp_path: Path) -> None:
     job = launch(SAVING, "--nproc-per-node", 1, "--max-restarts", 1, arguments=[tmp_path])
     rank = int(wait_for(tmp_path / "saved-0-1"))
