@@ -15,10 +15,10 @@ from resiliency.callbacks._step_hooks import StepHooks, step_observer
 from resiliency.events import EventSink, EventWriter, JsonlSink
 from resiliency.plugins.namespaces import AdapterClass
 from resiliency.runtime.job_log import tell_launcher
+from resiliency.runtime.process_end import tell_end
 from resiliency.runtime.start_times import callback_made, start_fields
 from resiliency.settings import environment
 from resiliency.telemetry.custom_spans import spans_go_to
-from resiliency.telemetry.process_end import tell_end
 from resiliency.telemetry.step_events import StepEvents, log_steps
 from resiliency.telemetry.step_totals import StepTotals
 

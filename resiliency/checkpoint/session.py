@@ -25,6 +25,7 @@ from resiliency.events import BackgroundSink, EventSink, EventWriter, JsonlSink
 from resiliency.regular_file import open_regular
 from resiliency.runtime.closing import close_when_left
 from resiliency.runtime.job_log import tell_launcher
+from resiliency.runtime.process_end import tell_end
 from resiliency.runtime.standard_streams import occupy_standard_streams
 from resiliency.settings import Environment
 from resiliency.storage.attempts import largest_of_steps, read_attempt
@@ -36,7 +37,6 @@ from resiliency.storage.tiers import open_tier
 from resiliency.storage.tiers._address import local_path
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.telemetry.custom_spans import spans_go_to
-from resiliency.telemetry.process_end import tell_end
 
 __all__ = ["Session", "open_session"]
 

@@ -6,9 +6,7 @@ launcher. Events from before that are kept in memory until then.
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
-import gc
 import logging
 import os
 import socket
@@ -18,6 +16,7 @@ from typing import Any
 
 from resiliency.events import Event, EventKind, JsonlSink, boot_id, boot_seconds
 from resiliency.runtime.channel import send
+from resiliency.runtime.process_end import begin_last, end_with
 from resiliency.runtime.start_times import process_age_s
 from resiliency.settings import LAUNCHER_VARIABLE, all_variables, environment
 
@@ -27,9 +26,6 @@ logger = logging.getLogger(__name__)
 
 #: Most events kept in memory; a job whose ranks never name a folder has no log.
 _MOST_KEPT = 1000
-#: Log path -> the event to write there when this process ends; for launchers of this process that have ended.
-_ends: dict[str, Event] = {}
-_pid = 0
 
 
 class JobLog:
@@ -40,7 +36,7 @@ class JobLog:
     """
 
     def __init__(self) -> None:
-        _tell_end_of_process()
+        begin_last()
         self._host = environment().node
         self._sink: JsonlSink | None = None
         self._run, self._attempt = "", 0
@@ -75,7 +71,7 @@ class JobLog:
         if self._sink is not None:
             self._sink.emit(event)
             if kind == EventKind.LAUNCHER_ENDED:
-                _ends[self._sink.path] = dataclasses.replace(event, kind=EventKind.PROCESS_ENDED, fields={})
+                end_with(self._sink.path, dataclasses.replace(event, kind=EventKind.PROCESS_ENDED, fields={}))
         elif len(self._kept) < _MOST_KEPT:
             self._kept.append(event)
 
@@ -84,31 +80,6 @@ class JobLog:
         if self._sink is not None:
             self._sink.close()
             self._sink = None
-
-
-def _tell_end_of_process() -> None:
-    """Registers :func:`_write_ends` for the end of this process, as late as Python allows: atexit calls the function
-    that was registered first last."""
-    global _pid
-    if _pid != os.getpid():  # a forked child inherits its parent's atexit functions
-        _ends.clear()
-        _pid = os.getpid()
-        atexit.register(_write_ends)
-
-
-def _write_ends() -> None:
-    if _pid != os.getpid():
-        return
-    ends = dict(_ends)
-    _ends.clear()
-    if ends:
-        # Without this the interpreter would search torch's objects for garbage, for half a second of the job's time.
-        gc.freeze()
-    for path, event in ends.items():
-        if os.path.exists(path):  # else the log was deleted, and is not made again
-            sink = JsonlSink(path)
-            sink.emit(event.at_once())
-            sink.close()
 
 
 def tell_launcher(folder: str, *, run: str, attempt: int) -> None:

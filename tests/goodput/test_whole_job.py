@@ -74,7 +74,7 @@ SCRIPT = """
 import sys, time
 from resiliency.events import EventWriter, JsonlSink
 from resiliency.runtime.start_times import start_fields
-from resiliency.telemetry.process_end import tell_end
+from resiliency.runtime.process_end import tell_end
 from resiliency.telemetry.step_events import StepEvents
 from resiliency.telemetry.step_observer import StepObserver
 
