@@ -169,10 +169,9 @@ class Service:
         now_s = clock()
         self.sensor = Sensor(settings.sensor, now_s)
         hook = settings.hook
-        self._policy = GuardedPolicy(load_policy(settings.policy)) if settings.policy else None
         self.controller = Controller(
             self.sensor,
-            policy=self._policy,
+            policy=GuardedPolicy(load_policy(settings.policy)) if settings.policy else None,
             settings=ControllerSettings(
                 most_plans=settings.most_plans,
                 hook_timeout_s=0.0 if hook is None or not hook.command else hook.timeout_s,
@@ -295,8 +294,6 @@ class Service:
                     await self._store_pending()
         finally:
             await end_tasks(tasks)
-            if self._policy is not None:
-                self._policy.close()
             await self._actuator.close()
             for heard in self._heard.values():
                 if heard.link is not None:
