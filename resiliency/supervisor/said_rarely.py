@@ -23,37 +23,23 @@ class SaidRarely:
 
     def __init__(self, logger: logging.Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger, self._clock = logger, clock
-        #: Within the present interval, by sender: how many warnings it has caused.
-        self._counts: dict[str, int] = {}
-        self._beyond = 0
-        self._since_s = clock()
+        #: Of the present interval.
+        self._senders: set[str] = set()
+        self._left_out, self._since_s = 0, clock()
 
     def warning(self, sender: str, text: str) -> None:
         """Writes one line, unless the sender has had a line within the minute, or too many other senders have."""
-        if self._clock() - self._since_s >= _EVERY_S:
-            self._say_what_was_left_out()
-        if sender in self._counts:
-            self._counts[sender] += 1
-        elif len(self._counts) < _MOST:
-            self._counts[sender] = 1
-            self._logger.warning("%s", plain_line(text, _MOST_TEXT))
-        else:
-            self._beyond += 1
-
-    def _say_what_was_left_out(self) -> None:
-        again = {sender: count - 1 for sender, count in self._counts.items() if count > 1}
-        left_out, elsewhere = sum(again.values()) + self._beyond, self._beyond
-        since_s, self._since_s = self._since_s, self._clock()
-        self._counts, self._beyond = {}, 0
-        if left_out:
-            most = max(again, key=lambda sender: again[sender], default="")
-            self._logger.warning(
-                "%d more warnings like those within %.0f s were not written%s%s",
-                left_out,
-                self._since_s - since_s,
-                f", {again[most]} of them because of {plain_line(most, _MOST_TEXT)}" if most else "",
-                f", {elsewhere} because of further senders" if elsewhere else "",
-            )
+        now_s = self._clock()
+        if now_s - self._since_s >= _EVERY_S:
+            if self._left_out:
+                lines = "%d more warnings like those within %.0f s were not written"
+                self._logger.warning(lines, self._left_out, now_s - self._since_s)
+            self._senders, self._left_out, self._since_s = set(), 0, now_s
+        if sender in self._senders or len(self._senders) >= _MOST:
+            self._left_out += 1
+            return
+        self._senders.add(sender)
+        self._logger.warning("%s", plain_line(text, _MOST_TEXT))
 
 
 class ServerLog(logging.LoggerAdapter):  # type: ignore[type-arg]  # takes no argument before Python 3.11

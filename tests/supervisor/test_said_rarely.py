@@ -81,8 +81,4 @@ def test_what_was_left_out_is_counted_and_said_later(caplog: pytest.LogCaptureFi
     caplog.clear()
     now = 61.0
     rarely.warning("10.0.0.1", "bad again")
-    assert warnings(caplog) == [
-        "1980 more warnings like those within 61 s were not written, 999 of them because of 10.0.0.1, 981 because of"
-        " further senders",
-        "bad again",
-    ]
+    assert warnings(caplog) == ["1980 more warnings like those within 61 s were not written", "bad again"]
