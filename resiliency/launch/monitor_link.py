@@ -67,9 +67,6 @@ class MonitorLink:
         for key in keys:
             self._standing.pop(key, None)
 
-    def take_back_all(self) -> None:
-        self._standing.clear()
-
     def tell(self, message: FromLauncher) -> None:
         """Sends a message once; it is dropped without a connection, or while standing messages are still unsent."""
         if self._socket is not None and not self._owes:

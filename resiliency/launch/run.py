@@ -6,7 +6,6 @@ import argparse
 import logging
 import signal
 import socket
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -90,7 +89,6 @@ def main(words: Sequence[str], *, local_cluster: RunLocalCluster | None = None) 
         _choose_port(parser, args)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # while it is ignored, the kernel keeps no exit status
     become_subreaper()
-    _name_callers_quickly()
     agents: list[StandbyAgent] = []
     try:
         with _agents_with(SupervisedAgent if supervised else StandbyAgent, options, agents):
@@ -240,20 +238,6 @@ def _choose_port(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     if args.rdzv_backend == "static" and not args.rdzv_endpoint and is_default:
         with socket.create_server(("", 0)) as found:
             args.master_port = found.getsockname()[1]
-
-
-def _name_callers_quickly() -> None:
-    """Speeds up torch's rendezvous: for each step it records the name of the calling function, for which it reads the
-    sources of all functions on the stack, twice: 0.2 s per start, half a second where many modules are imported."""
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    if hasattr(dynamic_rendezvous, "get_method_name"):
-        dynamic_rendezvous.get_method_name = _method_name
-
-
-def _method_name(depth: int = 2) -> str:
-    """Name of the function ``depth`` frames above this one."""
-    return sys._getframe(depth).f_code.co_name
 
 
 @contextmanager

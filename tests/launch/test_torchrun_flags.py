@@ -126,24 +126,6 @@ def test_mistakes_are_refused(flags: list[str], said: str, launch: Any) -> None:
     assert not ranks_in(job.text)
 
 
-def test_steps_of_a_rendezvous_are_named_as_torch_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But without reading the source of every function on the stack."""
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    named = dynamic_rendezvous.get_method_name
-    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", named)  # puts it back
-
-    def record() -> list[str]:
-        return [named(), dynamic_rendezvous.get_method_name()]
-
-    def step() -> list[str]:
-        return record()
-
-    run._name_callers_quickly()
-    assert dynamic_rendezvous.get_method_name is not named
-    assert step() == ["step", "step"]
-
-
 @pytest.mark.parametrize(
     "words, default, chosen",
     [
