@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import signal
-import socket
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,8 +25,6 @@ RunLocalCluster = Callable[[argparse.ArgumentParser, argparse.Namespace, Sequenc
 EXIT_GAVE_UP = 3
 #: Most bytes in the name of an abstract unix socket.
 _MOST_NAME = 107
-#: The default of torch up to 2.6 at least; newer versions have None, and choose a free port.
-_PORT_OF_ALL_JOBS = 29500
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 
@@ -85,8 +82,6 @@ def main(words: Sequence[str], *, local_cluster: RunLocalCluster | None = None) 
         set_variable(_OWN_STORE, None)
     else:
         set_variable(_OWN_STORE, all_variables().get(_OWN_STORE, "1"))
-    if options.one_host:
-        _choose_port(parser, args)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # while it is ignored, the kernel keeps no exit status
     become_subreaper()
     agents: list[StandbyAgent] = []
@@ -229,15 +224,6 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="start every rank as a fresh interpreter, as torchrun does (seconds instead of milliseconds)",
     )
-
-
-def _choose_port(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Sets a free port for a job of one host whose user has named none. Newer torch does so itself; at least up to 2.6
-    its default is one port for all jobs of a machine."""
-    is_default = args.master_port == parser.get_default("master_port") == _PORT_OF_ALL_JOBS
-    if args.rdzv_backend == "static" and not args.rdzv_endpoint and is_default:
-        with socket.create_server(("", 0)) as found:
-            args.master_port = found.getsockname()[1]
 
 
 @contextmanager

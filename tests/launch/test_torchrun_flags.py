@@ -124,25 +124,3 @@ def test_mistakes_are_refused(flags: list[str], said: str, launch: Any) -> None:
     assert job.wait() == 1
     assert said in job.text.replace("--no-python", "no_python"), job.text
     assert not ranks_in(job.text)
-
-
-@pytest.mark.parametrize(
-    "words, default, chosen",
-    [
-        ([], 29500, True),  # of torch up to 2.6 at least
-        (["--master-port", "29501"], 29500, False),
-        (["--rdzv-endpoint", "localhost:29500"], 29500, False),
-        (["--rdzv-backend", "c10d"], 29500, False),
-        ([], None, False),  # of newer torch, which chooses by itself
-        (["--master-port", "29500"], None, False),
-    ],
-)
-def test_a_job_of_one_host_that_names_no_port_has_one_of_its_own(
-    words: list[str], default: int | None, chosen: bool
-) -> None:
-    parser = get_args_parser()
-    parser.set_defaults(master_port=default)
-    args = parser.parse_args([*words, "x.py"])
-    before = args.master_port
-    run._choose_port(parser, args)
-    assert (args.master_port != before) is chosen
