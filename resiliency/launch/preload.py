@@ -25,7 +25,8 @@ _LATER = (
     "torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook",
 )
 _LIGHTNING = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
-_IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+(.*)", re.MULTILINE)
+_IMPORT = re.compile(r"(?:^|[;:])[ \t]*(?:from[ \t]+([\w.]+)|import[ \t]+([^;#\n]+))", re.MULTILINE)
+_NAME = re.compile(r"(?:^|,)\s*(\w[\w.]*)")  # no relative import: what it names is not of this folder
 _MAX_FILES = 200
 
 
@@ -63,9 +64,8 @@ def _imported(command: ScriptCommand, cwd: str) -> set[str]:
             continue
         seen.add(path)
         with suppress(OSError):  # running the script will report the error
-            for line in _IMPORT.findall(path.read_text(errors="replace")):
-                for part in filter(str.strip, line.split(",")):
-                    name = part.split()[0]
+            for package, packages in _IMPORT.findall(path.read_text(errors="replace")):
+                for name in _NAME.findall(package or packages):
                     found.add(name.partition(".")[0])
                     waiting += _files(name, folder, own)
     return found

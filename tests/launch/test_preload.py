@@ -25,6 +25,18 @@ def test_what_a_script_imports_anywhere_is_found_without_running_it(tmp_path: Pa
     assert preloaded(tmp_path) == ["torch", "torch.distributed"]
 
 
+@pytest.mark.parametrize("text", ["import os; import torch; x = 1", "try: import torch as t, os", "import torch# it"])
+def test_an_import_may_share_its_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(text)
+    assert preloaded(tmp_path) == ["torch", "torch.distributed"]
+
+
+def test_names_taken_from_a_package_and_relative_imports_are_no_packages(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("from ours import numpy, torch\nfrom .helpers import x\nfrom . import lightning")
+    (tmp_path / "helpers.py").write_text("import torch")  # of another package than the one that is meant
+    assert preloaded(tmp_path) == []
+
+
 def test_what_the_files_beside_it_import_counts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("from model import Net\nimport package.part")
     (tmp_path / "model.py").write_text("import train\nfrom lightning.pytorch import Trainer")
