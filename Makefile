@@ -79,7 +79,7 @@ nightly: $(STAMP)
 	$(PYTEST) -m nightly
 
 # What a change breaks first: what users call and read, what is on disk, what processes tell each other.
-QUICK := tests/docs tests/compat/test_names.py tests/packaging/test_imports.py tests/preemption tests/cli/test_ckpt.py tests/cli/test_paths.py tests/cli/test_output.py \
+QUICK := tests/docs tests/compat/test_names.py tests/packaging/test_imports.py tests/preemption tests/cli/test_ckpt.py tests/cli/test_paths.py \
   tests/callbacks/test_drop_in.py tests/callbacks/test_against_stock.py tests/callbacks/test_auto_resume.py tests/callbacks/test_arguments.py \
   tests/checkpoint/test_checkpointer.py tests/plugins/test_checkpoint_io.py \
   tests/storage/test_format.py tests/storage/test_manifest.py tests/storage/test_restore_plan.py tests/storage/tiers/test_local.py \

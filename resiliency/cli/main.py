@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 
 from resiliency._version import __version__
-from resiliency.cli._output import whole_output
 
 __all__ = ["SUBCOMMANDS", "main"]
 
@@ -72,6 +71,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A Typer app that holds one command would drop that command's name; mounted below a parent it keeps it.
     root = typer.Typer(add_completion=False)
     root.add_typer(module.app, name=command)
-    with whole_output():
-        root(args=words, prog_name="resiliency")
+    root(args=words, prog_name="resiliency")
     return 0
