@@ -1,4 +1,4 @@
-"""``resiliency goodput``: report, compare, watch; and the older library's calculator and tracker."""
+"""``resiliency goodput``: report, compare, watch, and what belongs to a dashboard of these."""
 
 from __future__ import annotations
 
@@ -475,22 +475,3 @@ def schema() -> None:
     from resiliency.goodput.summary import schema as text
 
     typer.echo(text(), nl=False)
-
-
-_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-
-@app.command(context_settings=_PASS_ON)
-def calculator(context: typer.Context) -> None:
-    """The older library's calculator: --job-name --log-file --export --reference-step-time ..."""
-    from resiliency.compat.goodput_calculator import main
-
-    raise typer.Exit(main(context.args))
-
-
-@app.command(context_settings=_PASS_ON)
-def tracker(context: typer.Context) -> None:
-    """The older library's tracker: --event-type {user_scheduled,user_terminated}."""
-    from resiliency.compat.goodput_tracker import main
-
-    raise typer.Exit(main(context.args))

@@ -1,4 +1,4 @@
-"""The older library's module path of its goodput tools; the tools are in :mod:`resiliency.compat`."""
+"""The older library's goodput tools: its event logger, tracker and calculator, under its module path."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from resiliency.compat.goodput_calculator import EVENT_TYPE_ORDER
 from resiliency.events import EventKind
+from resiliency.goodput_measure.calculator import EVENT_TYPE_ORDER
 
 __all__ = [
     "CHECKPOINT_LOADED",

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-import typer
 from torch.distributed import run as torchrun
 
 from resiliency.cli import ckpt, doctor, goodput, heartbeat, host_monitor, inject, pod, supervisor
 from resiliency.cli.main import SUBCOMMANDS, main
-from resiliency.goodput import calculator, tracker
 from resiliency.launch import run
 from resiliency.paths import absolute_path
 
@@ -43,8 +41,6 @@ OPTIONS = {
     "goodput report": ("more --log --html --prometheus --tensorboard", "--run --since --until --exclude"),
     "goodput compare": ("a b", "--run-a --run-b --since --until --exclude"),
     "goodput watch": ("more --log --prometheus --tensorboard", "--run --since --exclude"),
-    "goodput calculator": ("--log-file --export", "--job-name"),
-    "goodput tracker": ("", ""),
     "goodput schema": ("", ""),
     "goodput dashboard": ("", ""),
     "supervisor run": ("--file --address-file", "--listen"),
@@ -61,8 +57,6 @@ PARSERS = {
     "host-monitor": host_monitor._parser,
     "inject": inject._parser,
     "pod": pod._parser,
-    "goodput calculator": calculator.get_parser,
-    "goodput tracker": tracker.get_parser,
 }
 APPS = {"ckpt": ckpt, "goodput": goodput, "supervisor": supervisor, "heartbeat": heartbeat}
 
@@ -76,7 +70,7 @@ def _of_parser(parser: argparse.ArgumentParser) -> Iterator[tuple[str, Callable[
 
 def _of_function(function: Any) -> Iterator[tuple[str, Callable[[str], Any]]]:
     for name, hint in get_type_hints(function, include_extras=True).items():
-        if name != "return" and hint is not typer.Context:
+        if name != "return":
             kind, info = get_args(hint)
             if not {bool, int, float} & {kind, *get_args(kind)}:
                 words = str(info.default), *(info.param_decls or ())  # Typer takes the first name for a default

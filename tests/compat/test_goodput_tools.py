@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from resiliency.compat import goodput_calculator as calculator
-from resiliency.compat import goodput_tracker as tracker
-from resiliency.goodput.calculator import GoodputCalculator
+from resiliency.goodput_measure import calculator, tracker
+from resiliency.goodput_measure.calculator import GoodputCalculator
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,7 +64,7 @@ def run_module(module: str, *args: str, cwd: Path, **env: str) -> subprocess.Com
 def test_the_calculators_command_line_prints_and_exports_the_figures(tmp_path: Path) -> None:
     log = older_log(tmp_path / "event_log.log")
     result = run_module(
-        "resiliency.goodput.calculator",
+        "resiliency.goodput_measure.calculator",
         "--job-name",
         "job-a",
         "--log-file",
@@ -128,12 +127,12 @@ def test_the_calculator_says_what_is_missing(tmp_path: Path, capsys: pytest.Capt
 def test_the_tracker_writes_the_older_file(tmp_path: Path) -> None:
     variables = {"JOB_IDENTIFIER": "job-a", "GOODPUT_USE_FILE_TRACKING": "1"}
     for kind in ("user_scheduled", "user_terminated"):
-        result = run_module("resiliency.goodput.tracker", "--event-type", kind, cwd=tmp_path, **variables)
+        result = run_module("resiliency.goodput_measure.tracker", "--event-type", kind, cwd=tmp_path, **variables)
         assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in (tmp_path / "job-a-goodput.log").read_text().splitlines()]
     assert [line["event_type"] for line in lines] == ["user_scheduled", "user_terminated"]
     assert all(line["job_name"] == "job-a" and line["timestamp"].endswith("+00:00") for line in lines)
-    bad = run_module("resiliency.goodput.tracker", "--event-type", "job_started", cwd=tmp_path, **variables)
+    bad = run_module("resiliency.goodput_measure.tracker", "--event-type", "job_started", cwd=tmp_path, **variables)
     assert bad.returncode == 2
 
 
@@ -164,15 +163,6 @@ def test_without_the_cloud_library_the_tracker_falls_back_to_the_file(
     logger.close()
     assert (tmp_path / "training-job-goodput.log").exists()
     assert "goodput events go to" in caplog.text
-
-
-@pytest.mark.parametrize("name", ["calculator", "tracker"])
-def test_the_older_librarys_module_path_leads_to_the_same_tools(name: str, tmp_path: Path) -> None:
-    old = importlib.import_module(f"resiliency.goodput_measure.{name}")
-    new = importlib.import_module(f"resiliency.goodput.{name}")
-    assert all(getattr(old, each) is getattr(new, each) for each in new.__all__)
-    shown = run_module(f"resiliency.goodput_measure.{name}", "--help", cwd=tmp_path)
-    assert shown.returncode == 0 and "usage:" in shown.stdout
 
 
 def test_the_older_librarys_logger_writes_where_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
