@@ -1,4 +1,4 @@
-"""Accounts for every second of a run: ledger, calculator and report. No torch."""
+"""Accounts for every second of a run: ledger and report. No torch."""
 
 from __future__ import annotations
 

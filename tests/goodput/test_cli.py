@@ -191,11 +191,6 @@ def test_mistakes_are_told_in_one_line(arguments: list[str], message: str, logs:
     assert "Traceback" not in result.output
 
 
-def test_calculator_and_tracker_are_subcommands_too(logs: Path) -> None:
-    result = run(app, ["calculator", "--job-name", "job", "--log-file", str(logs), "--reference-step-time", "2"])
-    assert result.exit_code == 0, result.output
-
-
 def test_an_end_before_the_run_leaves_nothing(logs: Path) -> None:
     for command in (["report", str(logs)], ["compare", str(logs), str(logs)]):
         result = run(app, [*command, "--until", "2001-01-01"])
