@@ -10,6 +10,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from resiliency.errors import ResiliencyError
 from resiliency.paths import absolute_path
@@ -118,137 +119,71 @@ def _parser() -> argparse.ArgumentParser:
         description="Keeps one launcher running on this host, and does with it what the supervisor orders.",
         allow_abbrev=False,
     )
-    parser.add_argument(
+    add = parser.add_argument
+    word = partial(add, default="", metavar="NAME")
+    file = partial(add, default="", type=absolute_path, metavar="FILE")
+    folder = partial(add, type=absolute_path, metavar="DIR")
+    several = partial(add, action="append", default=[])
+    seconds = partial(add, type=float, metavar="SECONDS")
+    several(
         "--supervisor",
-        action="append",
-        default=[],
         metavar="URL",
         help="https://HOST:PORT of the supervisor; when there are several, repeat the"
         " option or put commas between the addresses (default: RESILIENCY_SUPERVISOR)",
     )
-    parser.add_argument(
-        "--token-file", default="", type=absolute_path, metavar="FILE", help="file with the token of this host"
-    )
-    parser.add_argument("--host", default="", metavar="NAME", help="name of this host (default: the node's name)")
-    parser.add_argument("--address", default="", metavar="ADDRESS", help="address at which other hosts reach this one")
-    parser.add_argument(
-        "--block", default="", metavar="NAME", help="failure domain of this host, as its rack or NVLink domain"
-    )
-    parser.add_argument("--nproc-per-node", default="1", metavar="N", help="number of ranks on this host (default: 1)")
-    parser.add_argument(
+    file("--token-file", help="file with the token of this host")
+    word("--host", help="name of this host (default: the node's name)")
+    word("--address", metavar="ADDRESS", help="address at which other hosts reach this one")
+    word("--block", help="failure domain of this host, as its rack or NVLink domain")
+    add("--nproc-per-node", default="1", metavar="N", help="number of ranks on this host (default: 1)")
+    several(
         "--launcher-args",
-        action="append",
-        default=[],
         metavar="WORDS",
         help="further flags for resiliency run, quoted as one word: '--log-dir logs -r 3'; may be given again",
     )
-    parser.add_argument(
+    folder(
         "--state-dir",
         default="",
-        type=absolute_path,
-        metavar="DIR",
         help="folder on a local disk for the state that must survive this process (default: below /var/lib/resiliency"
         " or ~/.local/state/resiliency)",
     )
-    parser.add_argument(
-        "--ca",
-        default="",
-        type=absolute_path,
-        metavar="FILE",
-        help="CA certificates to check the supervisor's certificate with",
-    )
-    parser.add_argument(
-        "--cert", default="", type=absolute_path, metavar="FILE", help="certificate of this host, for mutual TLS"
-    )
-    parser.add_argument("--key", default="", type=absolute_path, metavar="FILE", help="private key of --cert")
-    parser.add_argument(
-        "--insecure-plain-http",
-        action="store_true",
-        help="allow plain http with a token, which others on the network can then read",
-    )
-    parser.add_argument(
+    file("--ca", help="CA certificates to check the supervisor's certificate with")
+    file("--cert", help="certificate of this host, for mutual TLS")
+    file("--key", help="private key of --cert")
+    insecure = "allow plain http with a token, which others on the network can then read"
+    add("--insecure-plain-http", action="store_true", help=insecure)
+    several(
         "--watchdog",
-        action="append",
-        default=[],
         metavar="NAME",
         help="watchdog to run: xid, ecc, disk, memory, notice, the name of an installed one, or module:Class; may be"
         " given again; none: no watchdogs (default: these five)",
     )
-    parser.add_argument(
-        "--watch-folder",
-        action="append",
-        default=[],
-        type=absolute_path,
-        metavar="DIR",
-        help="folder that must be writable and have free space; may be given again (default: the state folder)",
-    )
-    parser.add_argument(
-        "--min-free-gb", type=float, default=1.0, metavar="GB", help="free space in each watched folder (default: 1)"
-    )
-    parser.add_argument(
-        "--min-memory-gb",
-        type=float,
-        default=0.25,
-        metavar="GB",
-        help="memory that must be available on this host (default: 0.25)",
-    )
-    parser.add_argument(
-        "--notice-file",
-        default="",
-        type=absolute_path,
-        metavar="FILE",
-        help="file that exists while this host has notice that it will be taken away",
-    )
-    parser.add_argument(
+    watched = "folder that must be writable and have free space; may be given again (default: the state folder)"
+    folder("--watch-folder", action="append", default=[], help=watched)
+    free, memory = "free space in each watched folder", "memory that must be available on this host"
+    add("--min-free-gb", type=float, default=1.0, metavar="GB", help=f"{free} (default: 1)")
+    add("--min-memory-gb", type=float, default=0.25, metavar="GB", help=f"{memory} (default: 0.25)")
+    file("--notice-file", help="file that exists while this host has notice that it will be taken away")
+    word(
         "--metadata-server",
         default="auto",
         metavar="URL",
         help="server that announces preemption and maintenance; auto: Google's, on a machine of Google's; none: no"
         " server (default: auto)",
     )
-    parser.add_argument(
-        "--xid-source",
-        default="",
-        type=absolute_path,
-        metavar="FILE",
-        help="file to read XIDs from (default: the kernel's log)",
-    )
-    parser.add_argument(
-        "--ecc-source",
-        default="",
-        type=absolute_path,
-        metavar="FILE",
-        help="file with ECC error counts, for tests (default: the driver)",
-    )
-    parser.add_argument(
-        "--reset-command",
-        default="",
-        metavar="WORDS",
-        help="command that resets devices (default: nvidia-smi --gpu-reset)",
-    )
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=5.0,
-        metavar="SECONDS",
-        help="how long a launcher that is replaced may take to end before it is killed (default: 5)",
-    )
-    parser.add_argument(
-        "--stop-timeout",
-        type=float,
-        default=120.0,
-        metavar="SECONDS",
-        help="the same when this process is told to end, longer so that ranks can save (default: 120)",
-    )
-    parser.add_argument(
-        "--exit-when-completed", action="store_true", help="end when all workloads of the supervisor have ended"
-    )
-    parser.add_argument(
-        "--watch-only",
-        action="store_true",
-        help="run the watchdogs alone, for all hosts on this machine (the DaemonSet on Kubernetes)",
-    )
-    parser.add_argument("--verbose", action="store_true", help="log more")
-    parser.add_argument("--cable", default="", help=argparse.SUPPRESS)  # only resiliency run passes it
-    parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    file("--xid-source", help="file to read XIDs from (default: the kernel's log)")
+    file("--ecc-source", help="file with ECC error counts, for tests (default: the driver)")
+    reset = "command that resets devices (default: nvidia-smi --gpu-reset)"
+    word("--reset-command", metavar="WORDS", help=reset)
+    grace = "how long a launcher that is replaced may take to end before it is killed (default: 5)"
+    seconds("--grace", default=5.0, help=grace)
+    stop = "the same when this process is told to end, longer so that ranks can save (default: 120)"
+    seconds("--stop-timeout", default=120.0, help=stop)
+    completed = "end when all workloads of the supervisor have ended"
+    add("--exit-when-completed", action="store_true", help=completed)
+    watch_only = "run the watchdogs alone, for all hosts on this machine (the DaemonSet on Kubernetes)"
+    add("--watch-only", action="store_true", help=watch_only)
+    add("--verbose", action="store_true", help="log more")
+    add("--cable", default="", help=argparse.SUPPRESS)  # only resiliency run passes it
+    add("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from resiliency.errors import ResiliencyError
@@ -98,72 +99,36 @@ def _parser() -> argparse.ArgumentParser:
         " report a device fault; partition: cut off the supervisor; disk-full: fill a disk; corrupt: flip a bit of a"
         " checkpoint",
     )
-    where = parser.add_argument_group("where the job is")
-    where.add_argument(
-        "--heartbeats",
-        default="",
-        type=absolute_path,
-        metavar="DIR",
-        help="folder of the ranks' heartbeats (default: RESILIENCY_HEARTBEAT_DIR, unless --state-dir is given)",
-    )
-    where.add_argument(
-        "--state-dir", default="", type=absolute_path, metavar="DIR", help="state folder of this host's monitor"
-    )
-    where.add_argument(
-        "--host", default="", metavar="NAME", help="host name that the monitor was given (default: the node's name)"
-    )
-    where.add_argument("--rank", type=int, metavar="R", help="global rank to hit (default: one at random)")
-    when = parser.add_argument_group("when")
-    when.add_argument(
-        "--at", type=float, default=0.0, metavar="SECONDS", help="when the first comes, from now (default: 0)"
-    )
-    when.add_argument("--every", type=float, default=0.0, metavar="SECONDS", help="time from one fault to the next")
-    when.add_argument(
-        "--count", type=int, default=0, metavar="N", help="number of faults (default: 1; with --every: no limit)"
-    )
-    when.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="seed of random choices: equal seeds choose the same (default: 0)",
-    )
-    what = parser.add_argument_group("what")
-    what.add_argument(
-        "--for",
-        dest="seconds",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="how long the fault lasts; slow, partition and disk-full need it (default: hang stops the rank for good)",
-    )
-    what.add_argument(
-        "--duty",
-        type=float,
-        default=0.8,
-        metavar="PART",
-        help="slow: share of the time for which the rank is stopped (default: 0.8)",
-    )
-    what.add_argument("--code", type=int, default=79, metavar="N", help="xid: number of the XID (default: 79)")
-    what.add_argument("--device", default="0000:3b:00", metavar="ADDRESS", help="xid, ecc: PCI address of the device")
-    what.add_argument("--errors", type=int, default=1, metavar="N", help="ecc: number of errors (default: 1)")
-    what.add_argument(
-        "--source",
-        default="",
-        type=absolute_path,
-        metavar="FILE",
-        help="xid, ecc: file that the monitor reads faults from (default: the monitor is told directly)",
-    )
-    what.add_argument(
-        "--folder",
-        default="",
-        type=absolute_path,
-        metavar="DIR",
-        help="disk-full: folder whose disk is filled; corrupt: folder with checkpoints, or a checkpoint file",
-    )
-    what.add_argument(
-        "--most-gb", type=float, default=1.0, metavar="GB", help="disk-full: write at most this much (default: 1)"
-    )
+    where = parser.add_argument_group("where the job is").add_argument
+    folder = partial(where, default="", type=absolute_path, metavar="DIR")
+    heartbeats = "folder of the ranks' heartbeats (default: RESILIENCY_HEARTBEAT_DIR, unless --state-dir is given)"
+    folder("--heartbeats", help=heartbeats)
+    folder("--state-dir", help="state folder of this host's monitor")
+    host = "host name that the monitor was given (default: the node's name)"
+    where("--host", default="", metavar="NAME", help=host)
+    where("--rank", type=int, metavar="R", help="global rank to hit (default: one at random)")
+    when = parser.add_argument_group("when").add_argument
+    seconds = partial(when, type=float, default=0.0, metavar="SECONDS")
+    seconds("--at", help="when the first comes, from now (default: 0)")
+    seconds("--every", help="time from one fault to the next")
+    number = partial(when, type=int, default=0, metavar="N")
+    number("--count", help="number of faults (default: 1; with --every: no limit)")
+    number("--seed", help="seed of random choices: equal seeds choose the same (default: 0)")
+    what = parser.add_argument_group("what").add_argument
+    lasts = "how long the fault lasts; slow, partition and disk-full need it (default: hang stops the rank for good)"
+    what("--for", dest="seconds", type=float, default=0.0, metavar="SECONDS", help=lasts)
+    duty = "slow: share of the time for which the rank is stopped (default: 0.8)"
+    what("--duty", type=float, default=0.8, metavar="PART", help=duty)
+    what("--code", type=int, default=79, metavar="N", help="xid: number of the XID (default: 79)")
+    what("--device", default="0000:3b:00", metavar="ADDRESS", help="xid, ecc: PCI address of the device")
+    what("--errors", type=int, default=1, metavar="N", help="ecc: number of errors (default: 1)")
+    path = partial(what, default="", type=absolute_path)
+    source = "xid, ecc: file that the monitor reads faults from (default: the monitor is told directly)"
+    path("--source", metavar="FILE", help=source)
+    filled = "disk-full: folder whose disk is filled; corrupt: folder with checkpoints, or a checkpoint file"
+    path("--folder", metavar="DIR", help=filled)
+    most = "disk-full: write at most this much (default: 1)"
+    what("--most-gb", type=float, default=1.0, metavar="GB", help=most)
     parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
     parser.add_argument("--yes", action="store_true", help="corrupt: really destroy a checkpoint")
     return parser

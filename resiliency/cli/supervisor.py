@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
+from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -61,6 +63,16 @@ KeyOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ReasonOption = Annotated[str, typer.Option("--reason", help="The reason, for the history of events.")]
+#: Options of a connection to the supervisor, with their defaults.
+_CONNECTION: dict[str, tuple[Any, Any]] = {
+    "supervisor": (UrlOption, None),
+    "token_file": (TokenOption, ""),
+    "ca": (CaOption, ""),
+    "cert": (CertOption, ""),
+    "key": (KeyOption, ""),
+}
+#: Sends a request for a path of the supervisor's API; ends the command with one line when it fails.
+Ask = Callable[..., dict[str, Any]]
 _LOCAL = "http://127.0.0.1:7600"
 #: Open files that the process needs besides its connections.
 _OTHER_FILES = 256
@@ -261,26 +273,39 @@ def _client(urls: list[str] | None, token_file: str, ca: str, cert: str, key: st
         _fail(str(error), 2)
 
 
-def _ask(client: OperatorClient, path: str, *, post: bool = False, **query: object) -> dict[str, Any]:
-    from resiliency.errors import AgentError
+def _asks(command: Callable[..., None]) -> Callable[..., None]:
+    """Decorator for a command whose first argument asks a supervisor: gives it the options of a connection instead."""
 
-    try:
-        return client.post(path, **query) if post else client.get(path, **query)
-    except AgentError as error:
-        _fail(str(error))
+    def called(**given: Any) -> None:
+        from resiliency.errors import AgentError
+
+        client = _client(*(given.pop(name) for name in _CONNECTION))
+
+        def ask(path: str, *, post: bool = False, **query: object) -> dict[str, Any]:
+            try:
+                return client.post(path, **query) if post else client.get(path, **query)
+            except AgentError as error:
+                _fail(str(error))
+
+        command(ask, **given)
+
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    more = [inspect.Parameter(name, kind, default=one[1], annotation=one[0]) for name, one in _CONNECTION.items()]
+    called.__name__, called.__doc__ = command.__name__, command.__doc__
+    called.__signature__ = inspect.Signature([*own, *more])  # type: ignore[attr-defined]
+    called.__annotations__ = {one.name: one.annotation for one in (*own, *more)}
+    return called
 
 
 @app.command()
+@_asks
 def status(
-    supervisor: UrlOption = None,
-    token_file: TokenOption = "",
-    ca: CaOption = "",
-    cert: CertOption = "",
-    key: KeyOption = "",
+    ask: Ask,
     as_json: JsonOption = False,
 ) -> None:
     """Show workloads, hosts and the latest incidents."""
-    found = _ask(_client(supervisor, token_file, ca, cert, key), "/v1/status")
+    found = ask("/v1/status")
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -335,20 +360,16 @@ def status(
 
 
 @app.command()
+@_asks
 def events(
-    supervisor: UrlOption = None,
-    token_file: TokenOption = "",
-    ca: CaOption = "",
-    cert: CertOption = "",
-    key: KeyOption = "",
+    ask: Ask,
     workload: Annotated[str, typer.Option("--workload", help="Only events of this workload.")] = "",
     host: Annotated[str, typer.Option("--host", help="Only events of this host.")] = "",
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=2000, help="Number of events, the newest.")] = 50,
     as_json: JsonOption = False,
 ) -> None:
     """Print the history: what was seen, decided and done."""
-    client = _client(supervisor, token_file, ca, cert, key)
-    found = _ask(client, "/v1/events", workload=workload, host=host, limit=limit)
+    found = ask("/v1/events", workload=workload, host=host, limit=limit)
     if as_json:
         typer.echo(json.dumps(found["events"], indent=2))
         return
@@ -358,17 +379,14 @@ def events(
 
 
 @app.command()
+@_asks
 def explain(
+    ask: Ask,
     incident: Annotated[str, typer.Argument(help="Number of an incident, or last.")] = "last",
-    supervisor: UrlOption = None,
-    token_file: TokenOption = "",
-    ca: CaOption = "",
-    cert: CertOption = "",
-    key: KeyOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Say what was seen in an incident, what was done, and why."""
-    found = _ask(_client(supervisor, token_file, ca, cert, key), f"/v1/explain/{incident}")
+    found = ask(f"/v1/explain/{incident}")
     if as_json:
         typer.echo(json.dumps(found, indent=2))
         return
@@ -392,61 +410,45 @@ def explain(
 
 
 @app.command()
+@_asks
 def drain(
+    ask: Ask,
     host: Annotated[str, typer.Argument(help="Name of the host.")],
-    supervisor: UrlOption = None,
-    token_file: TokenOption = "",
-    ca: CaOption = "",
-    cert: CertOption = "",
-    key: KeyOption = "",
     reason: ReasonOption = "",
 ) -> None:
     """Take a host out: after a checkpoint a spare takes over its ranks, and it gets no ranks until `uncordon`."""
-    client = _client(supervisor, token_file, ca, cert, key)
-    typer.echo(_ask(client, f"/v1/hosts/{host}/drain", post=True, reason=reason)["done"])
+    typer.echo(ask(f"/v1/hosts/{host}/drain", post=True, reason=reason)["done"])
 
 
 @app.command()
+@_asks
 def uncordon(
+    ask: Ask,
     host: Annotated[str, typer.Argument(help="Name of the host.")],
-    supervisor: UrlOption = None,
-    token_file: TokenOption = "",
-    ca: CaOption = "",
-    cert: CertOption = "",
-    key: KeyOption = "",
 ) -> None:
     """Make a drained host available again."""
-    client = _client(supervisor, token_file, ca, cert, key)
-    typer.echo(_ask(client, f"/v1/hosts/{host}/uncordon", post=True)["done"])
+    typer.echo(ask(f"/v1/hosts/{host}/uncordon", post=True)["done"])
 
 
 @app.command()
+@_asks
 def stop(
+    ask: Ask,
     workload: Annotated[str, typer.Argument(help="Name of the workload.")],
-    supervisor: UrlOption = None,
-    token_file: TokenOption = "",
-    ca: CaOption = "",
-    cert: CertOption = "",
-    key: KeyOption = "",
     reason: ReasonOption = "",
 ) -> None:
     """Stop a workload for good; `start` begins it again."""
-    client = _client(supervisor, token_file, ca, cert, key)
-    typer.echo(_ask(client, f"/v1/workloads/{workload}/stop", post=True, reason=reason)["done"])
+    typer.echo(ask(f"/v1/workloads/{workload}/stop", post=True, reason=reason)["done"])
 
 
 @app.command()
+@_asks
 def start(
+    ask: Ask,
     workload: Annotated[str, typer.Argument(help="Name of the workload.")],
-    supervisor: UrlOption = None,
-    token_file: TokenOption = "",
-    ca: CaOption = "",
-    cert: CertOption = "",
-    key: KeyOption = "",
 ) -> None:
     """Begin a workload again that was stopped or has completed."""
-    client = _client(supervisor, token_file, ca, cert, key)
-    typer.echo(_ask(client, f"/v1/workloads/{workload}/start", post=True)["done"])
+    typer.echo(ask(f"/v1/workloads/{workload}/start", post=True)["done"])
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
