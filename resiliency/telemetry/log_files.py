@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import re
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import cast
 
 from resiliency.errors import ConfigError
-from resiliency.telemetry.packed_log import PackedLog
 
-__all__ = ["LogFiles", "find", "find_logs", "is_array", "open_log"]
+__all__ = ["DAMAGED", "LogFiles", "find", "find_logs", "is_array", "open_log"]
 
 #: Names of logs: ``rank-00000.jsonl``, ``goodput.log.2``, ``agent.jsonl.gz``, ``launcher.jsonl.1.gz``, and names with
 #: the day (and time) of their rotation: ``rank-00000.jsonl-20260131.gz``, ``rank-00000.jsonl.2026-01-31_12``.
@@ -33,6 +34,8 @@ MEASUREMENT = frozenset({"job_start_time", "job_end_time", "step_start_time", "t
 _MEASURED = re.compile(rb'"(?:%s)"' % "|".join(sorted(MEASUREMENT)).encode())
 #: What every entry of Cloud Logging has one of.
 _ENTRY = re.compile(rb'"(?:json|text|proto)Payload"\s*:')
+#: Raised by a read of a compressed log that is cut, because its host died while it compressed it, or damaged.
+DAMAGED = (EOFError, zlib.error)
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -125,7 +128,7 @@ def _start(file: Path) -> bytes | None:
     try:
         with open_log(file) as opened:
             return opened.read(_SNIFF_BYTES)
-    except OSError:
+    except (OSError, *DAMAGED):
         return None
 
 
@@ -139,15 +142,16 @@ def _holds_events(start: bytes | None, *, export: bool) -> bool:
     return b'"event_type"' in start if _ARRAY.match(start) else _EVENT.search(start) is not None
 
 
-def open_log(path: str | os.PathLike[str]) -> IO[bytes] | PackedLog:
-    """Opens a log. Its bytes come unpacked, and as UTF-8 when an editor has saved it as UTF-16.
+def open_log(path: str | os.PathLike[str]) -> io.BufferedReader | io.BytesIO:
+    """Opens a log. Its bytes come unpacked, and as UTF-8 when an editor has saved it as UTF-16. A compressed log that
+    is cut or damaged raises one of ``DAMAGED`` at its damage.
 
     Raises:
         OSError: it cannot be opened. That a ``.gz`` is no gzip file is raised by the first read.
     """
     if os.fspath(path).endswith(".gz"):
-        return PackedLog(path)
-    file = open(path, "rb", buffering=0)
+        return cast(io.BufferedReader, gzip.open(path, "rb"))  # has all methods of one
+    file = open(path, "rb")
     start = file.read(64)
     if start[:2] in _UTF16 and b"\0" in start:
         file.seek(0)

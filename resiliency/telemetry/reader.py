@@ -9,19 +9,20 @@ a block of lines; everything else (other events, the older library's lines, othe
 from __future__ import annotations
 
 import codecs
+import gzip
+import io
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from resiliency.errors import ConfigError
 from resiliency.telemetry.collect import Collector
 from resiliency.telemetry.facts import RunFacts, Segment
-from resiliency.telemetry.log_files import MEASUREMENT, find, find_logs, is_array, open_log
-from resiliency.telemetry.packed_log import PackedLog
+from resiliency.telemetry.log_files import DAMAGED, MEASUREMENT, find, find_logs, is_array, open_log
 from resiliency.telemetry.plain_text import is_plain_json, plain
 from resiliency.telemetry.stepstats import StepStats
 
@@ -118,7 +119,7 @@ class LogReader:
             if size == offset:
                 return
             with open_log(path) as file:
-                start = file.read(_START_BYTES)
+                start = self._read_part(file, path, _START_BYTES)
                 if not start.startswith(self._begins.get(path, b"")):
                     offset = 0
                 self._begins[path] = start
@@ -128,7 +129,7 @@ class LogReader:
                 packed = path.endswith(".gz")
                 file.seek(0 if packed else offset)
                 rest = b""
-                while block := file.read(BLOCK_BYTES):
+                while block := self._read_part(file, path, BLOCK_BYTES):
                     offset += len(block)
                     block = rest + block
                     end = block.rfind(b"\n") + 1
@@ -139,8 +140,6 @@ class LogReader:
                         continue
                     self._block(block[:end] if end < len(block) else block)
                     rest = block[end:]
-                if isinstance(file, PackedLog) and file.damage:
-                    self.cut[path] = file.damage
         except OSError as error:
             raise ConfigError(
                 f"cannot read event log {path}: {error.strerror or error}; check the path and its permissions"
@@ -152,6 +151,16 @@ class LogReader:
         elif rest:
             offset -= len(rest)
         self._offsets[path] = offset
+
+    def _read_part(self, file: io.BufferedReader | io.BytesIO, path: str, size: int) -> bytes:
+        """The next bytes of a log, at most ``size``; none at its end, or where it is damaged."""
+        try:
+            return file.read1(size)
+        except (gzip.BadGzipFile, *DAMAGED) as error:
+            if isinstance(error, gzip.BadGzipFile) and not file.tell():
+                raise  # it is no gzip file at all
+            self.cut[path] = str(error)
+            return b""
 
     def _block(self, block: bytes) -> None:
         """Reads complete lines. One loop without calls, because one more call per line costs a tenth of the speed."""
@@ -250,14 +259,13 @@ class LogReader:
             return
         self._record(record, is_plain=is_plain_json(string))
 
-    def _array(self, file: IO[bytes] | PackedLog) -> bool:
+    def _array(self, file: io.BufferedReader | io.BytesIO) -> bool:
         """Reads one JSON array of events, an export of Cloud Logging with the newest first, as a whole into memory.
         Returns False, and adds nothing, when the file is no array."""
         file.seek(0)
-        content = file.read()
         try:
-            records = _loads(_text(content))
-        except (ValueError, RecursionError):
+            records = _loads(_text(file.read()))
+        except (ValueError, RecursionError, *DAMAGED):
             return False
         self.lines += len(records)
         for record in sorted(records, key=_stamp):
