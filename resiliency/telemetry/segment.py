@@ -25,24 +25,9 @@ MAX_SPAN_NAMES = 32
 
 #: Attributes of a segment that are times, in UTC seconds.
 _TIMES = (
-    "started",
-    "process",
-    "callback",
-    "group",
-    "grouped",
-    "opening",
-    "launched",
-    "restore",
-    "loaded",
-    "train",
-    "train_ended",
-    "terminated",
-    "ended",
-    "first",
-    "last",
-    "earliest",
-    "latest",
-)
+    "started process callback group grouped opening launched restore loaded train train_ended terminated ended first"
+    " last earliest latest"
+).split()
 
 
 class Segment:

@@ -6,6 +6,7 @@ a histogram of step times with 2 % wide cells whose sums are kept, so a mean ove
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from math import log
 from typing import NamedTuple
 
@@ -30,40 +31,28 @@ class Head(NamedTuple):
     in_flight: bool
 
 
+#: Fields of a window that are sums over its steps.
+_SUMS = ("n", "step_s", "data_s", "stall_s", "eval_s", "loop_s", "busy_s", "busy_n", "flight_n")
+
+
+@dataclass(slots=True, eq=False)
 class Window:
     """Sums over steps whose number shares ``step >> shift``. Seconds; the hot loop writes the slots directly."""
 
-    __slots__ = (
-        "busy_n",
-        "busy_s",
-        "data_s",
-        "eval_s",
-        "flight_n",
-        "last_mono",
-        "last_stamp",
-        "last_step",
-        "loop_s",
-        "max_s",
-        "n",
-        "stall_s",
-        "step_s",
-    )
-
-    def __init__(self) -> None:
-        self.n = 0
-        self.step_s = 0.0
-        self.data_s = 0.0
-        self.stall_s = 0.0
-        self.eval_s = 0.0
-        self.loop_s = 0.0
-        self.busy_s = 0.0
-        self.busy_n = 0
-        self.flight_n = 0
-        self.max_s = 0.0
-        self.last_step = -1
-        #: UTC stamp and monotonic seconds of ``last_step``, as written in the log (bytes) or as a number.
-        self.last_stamp: bytes | float = 0.0
-        self.last_mono: bytes | float | None = None
+    n: int = 0
+    step_s: float = 0.0
+    data_s: float = 0.0
+    stall_s: float = 0.0
+    eval_s: float = 0.0
+    loop_s: float = 0.0
+    busy_s: float = 0.0
+    busy_n: int = 0
+    flight_n: int = 0
+    max_s: float = 0.0
+    last_step: int = -1
+    #: UTC stamp and monotonic seconds of ``last_step``, as written in the log (bytes) or as a number.
+    last_stamp: bytes | float = 0.0
+    last_mono: bytes | float | None = None
 
     @property
     def compute_s(self) -> float:
@@ -72,15 +61,8 @@ class Window:
 
     def absorb(self, other: Window) -> None:
         """Adds ``other``, which may be before or after this one."""
-        self.n += other.n
-        self.step_s += other.step_s
-        self.data_s += other.data_s
-        self.stall_s += other.stall_s
-        self.eval_s += other.eval_s
-        self.loop_s += other.loop_s
-        self.busy_s += other.busy_s
-        self.busy_n += other.busy_n
-        self.flight_n += other.flight_n
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.max_s = max(self.max_s, other.max_s)
         if other.last_step > self.last_step:
             self.last_step = other.last_step
@@ -92,48 +74,31 @@ class Window:
 StepLine = tuple[int, int, float, float, float, float, float, bool, float, bytes | float, bytes | float | None, float]
 
 
+@dataclass(slots=True, eq=False)
 class StepStats:
     """All steps of one rank in one attempt. Thread: one."""
 
-    __slots__ = (
-        "clean",
-        "flight",
-        "first_step",
-        "gaps",
-        "head",
-        "high",
-        "last_mono",
-        "last_stamp",
-        "low",
-        "most",
-        "shift",
-        "windows",
-        "_current",
-        "_current_key",
-    )
-
-    def __init__(self) -> None:
-        self.clean: Histogram = {}
-        self.flight: Histogram = {}
-        self.head: list[Head] = []
-        self.windows: dict[int, Window] = {}
-        self.shift = 0
-        #: Lowest step number seen minus its count: the steps done before the attempt's first known step.
-        self.low = -1
-        #: Highest step number seen.
-        self.high = -1
-        #: First step line: stamp, monotonic seconds or None, and how long its steps took in all.
-        self.first_step: tuple[bytes | float, bytes | float | None, float] | None = None
-        self.last_stamp: bytes | float = 0.0
-        #: Monotonic seconds of the last step, as written in the log (bytes) or as a number.
-        self.last_mono: bytes | float | None = None
-        #: Step numbers below ``high`` that have not been seen, as (first, last).
-        self.gaps: list[tuple[int, int]] = []
-        #: The highest step number that a reader may add without asking the collector: -1 before the first step, and
-        #: after the end of the process.
-        self.most = -1
-        self._current: Window | None = None
-        self._current_key = -1
+    clean: Histogram = field(default_factory=dict)
+    flight: Histogram = field(default_factory=dict)
+    head: list[Head] = field(default_factory=list)
+    windows: dict[int, Window] = field(default_factory=dict)
+    shift: int = 0
+    #: Lowest step number seen minus its count: the steps done before the attempt's first known step.
+    low: int = -1
+    #: Highest step number seen.
+    high: int = -1
+    #: First step line: stamp, monotonic seconds or None, and how long its steps took in all.
+    first_step: tuple[bytes | float, bytes | float | None, float] | None = None
+    last_stamp: bytes | float = 0.0
+    #: Monotonic seconds of the last step, as written in the log (bytes) or as a number.
+    last_mono: bytes | float | None = None
+    #: Step numbers below ``high`` that have not been seen, as (first, last).
+    gaps: list[tuple[int, int]] = field(default_factory=list)
+    #: The highest step number that a reader may add without asking the collector: -1 before the first step, and after
+    #: the end of the process.
+    most: int = -1
+    _current: Window | None = None
+    _current_key: int = -1
 
     def missing(self, step: int) -> bool:
         """True when ``step`` is below the highest one and was never seen: a late line, not a duplicate."""
