@@ -88,7 +88,7 @@ def format_of(out: str | os.PathLike[str], wanted: str | None = None) -> Format:
 
 
 def export(
-    source: str | os.PathLike[str] | Located,
+    source: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
     format: Format | None = None,
@@ -103,7 +103,7 @@ def export(
     remote tier go through a temporary folder (``TMPDIR``), except for the ``.ckpt`` of a replicated step.
 
     Args:
-        source: a path as ``resiliency ckpt`` takes it, or a result of :func:`~resiliency.inspection.by_path.locate`.
+        source: a path as ``resiliency ckpt`` takes it.
         out: the file to write; its folder must exist.
         format: "ckpt": the whole state tree, as ``torch.save`` writes it. "safetensors": the tensors below ``key``.
             None: by suffix.
@@ -123,8 +123,6 @@ def export(
     target = os.path.abspath(os.fspath(out))
     kind = format_of(target, format)
     _check_target(os.fspath(out), target, force)
-    if isinstance(source, Located):
-        return _export(source, target, kind, allow_pickle, force, key)
     located = _located(os.fspath(source), run)
     try:
         return _export(located, target, kind, allow_pickle, force, key)
@@ -159,8 +157,8 @@ def _export(located: Located, target: str, kind: Format, allow_pickle: bool, for
             weights = _stored_weights(located, views, stack.enter_context(_opened(located, scratch)))
         else:
             weights = _loaded_weights(located, first, views, key, allow_pickle)
-        nbytes, _ = _write(target, force, lambda temp: _save_safetensors(weights, temp))
-    return replace(done, nbytes=nbytes, tensors=len(weights.tensors), tied=weights.tied, left_out=weights.left_out)
+        nbytes, _ = _write(target, force, lambda temp: _save_safetensors(weights, views.tied, temp))
+    return replace(done, nbytes=nbytes, tensors=len(weights), tied=views.tied, left_out=views.left_out)
 
 
 # -- a stock checkpoint -----------------------------------------------------------------------------------------------
@@ -202,21 +200,13 @@ def _load(located: Located, allow_pickle: bool, keys: Callable[[str], bool] | No
 
 
 @dataclass
-class _Weights:
-    """Tensors by name; tied name -> the first name of its tensor; names of entries that are not tensors."""
+class _WeightViews:
+    """Descriptions of tensors by name; tied name -> the first name of its tensor; names of entries that are not
+    tensors."""
 
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, TensorView] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
-
-
-@dataclass
-class _WeightViews:
-    """Like :class:`_Weights`, with descriptions in place of the tensors."""
-
-    tensors: dict[str, TensorView]
-    tied: dict[str, str]
-    left_out: tuple[str, ...]
 
 
 def _weight_views(first: ShardContents, key: str, step: StepId) -> _WeightViews:
@@ -230,7 +220,7 @@ def _weight_views(first: ShardContents, key: str, step: StepId) -> _WeightViews:
         raise ConfigError(
             f"{step} has no entry {key!r} to take weights from; choose with --key: {', '.join(parts) or 'none'}"
         )
-    found = _WeightViews({}, {}, ())
+    found = _WeightViews()
     first_names: dict[object, str] = {}
 
     def walk(item: Any, name: str) -> None:
@@ -272,9 +262,9 @@ def _opened(located: Located, scratch: str) -> Iterator[ShardReader]:
         reader.close()
 
 
-def _stored_weights(located: Located, views: _WeightViews, reader: ShardReader) -> _Weights:
+def _stored_weights(located: Located, views: _WeightViews, reader: ShardReader) -> dict[str, Tensor]:
     """Copies of the tensors, read from the file; nothing is unpickled."""
-    weights = _Weights({}, views.tied, views.left_out)
+    weights = {}
     for name, view in views.tensors.items():
         entry = reader.entries.get(storage_name(view.storage or ""))
         if entry is None or view.kind == "quantized" or view.strides is None:
@@ -291,23 +281,23 @@ def _stored_weights(located: Located, views: _WeightViews, reader: ShardReader) 
         chunk = Chunk(name, (0,) * len(view.shape), view.shape, view.dtype, itemsize, view.shape)
         tensor = reader.tensor(Placed(chunk, start, start + extent, view.strides))
         # Stock loaders expect every name, and a safetensors file cannot share storage between names.
-        weights.tensors[name] = tensor.clone() if name in views.tied else tensor.contiguous()
+        weights[name] = tensor.clone() if name in views.tied else tensor.contiguous()
     return weights
 
 
 def _loaded_weights(
     located: Located, first: ShardContents, views: _WeightViews, key: str, allow_pickle: bool
-) -> _Weights:
+) -> dict[str, Tensor]:
     """The tensors, reassembled from all shards."""
     numbers = [(view.storage or "").removeprefix("leaf-") for view in views.tensors.values()]
     wanted = {first.leaves[int(number)] for number in numbers if number.isdecimal() and int(number) < len(first.leaves)}
     state = _load(located, allow_pickle, wanted.__contains__)
-    weights = _Weights({}, views.tied, views.left_out)
+    weights = {}
     loaded = {key: state[key]} if isinstance(state[key], Tensor) else keyed_leaves(state[key])
     for name, leaf in loaded.items():
         plain = name if name == key else name.replace("/", ".").replace("%2F", "/").replace("%25", "%")
         if plain in views.tensors:
-            weights.tensors[plain] = leaf.clone() if plain in views.tied else leaf.contiguous()
+            weights[plain] = leaf.clone() if plain in views.tied else leaf.contiguous()
     return weights
 
 
@@ -328,17 +318,17 @@ def _check_target(shown: str, target: str, force: bool) -> None:
         raise ConfigError(f"{shown} exists; choose another name or say --force")
 
 
-def _save_safetensors(weights: _Weights, temp: str) -> None:
+def _save_safetensors(weights: dict[str, Tensor], tied: Mapping[str, str], temp: str) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    metadata = {"format": "pt", **({"tied": json.dumps(weights.tied)} if weights.tied else {})}
+    metadata = {"format": "pt", **({"tied": json.dumps(tied)} if tied else {})}
     try:
-        save_file(weights.tensors, temp, metadata=metadata)
+        save_file(weights, temp, metadata=metadata)
     except SafetensorError as error:
         raise OSError(str(error)) from error
     except (KeyError, ValueError) as error:
-        dtypes = sorted({str(tensor.dtype) for tensor in weights.tensors.values()})
+        dtypes = sorted({str(tensor.dtype) for tensor in weights.values()})
         raise ConfigError(
             f"safetensors cannot hold all of {', '.join(dtypes)}: {error}; export a .ckpt instead"
         ) from error
@@ -353,10 +343,9 @@ def _write(target: str, force: bool, save: Callable[[str], Any]) -> tuple[int, A
         with open(temp, "rb") as file:
             nbytes = os.fstat(file.fileno()).st_size
             os.fsync(file.fileno())
-        if force:
-            os.replace(temp, target)
-        else:
-            _put(temp, target)
+        if not force and os.path.lexists(target):
+            raise FileExistsError(target)
+        os.replace(temp, target)
         fsync_dir(os.path.dirname(target))
         return nbytes, result
     except FileExistsError:
@@ -370,20 +359,3 @@ def _write(target: str, force: bool, save: Callable[[str], Any]) -> tuple[int, A
     finally:
         with suppress(FileNotFoundError):
             os.unlink(temp)
-
-
-def _put(temp: str, target: str) -> None:
-    """Renames without replacing an existing file: a hard link fails where a rename would replace.
-
-    Raises:
-        FileExistsError: ``target`` exists.
-    """
-    try:
-        os.link(temp, target)
-    except FileExistsError:
-        raise
-    except OSError:
-        # No hard links here (FUSE, some network mounts): a file made between this check and the rename is replaced.
-        if os.path.lexists(target):
-            raise FileExistsError(target) from None
-        os.replace(temp, target)
