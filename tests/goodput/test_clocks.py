@@ -76,20 +76,6 @@ def test_a_launcher_that_began_before_the_time_was_known_follows_the_ranks_of_it
     assert_matches(ledger, job)
 
 
-def test_a_job_that_rested_for_months_keeps_both_halves() -> None:
-    job = Job()
-    job.start()
-    job.steps(20)
-    job.save()
-    job.finish()
-    job.advance(90 * 86_400.0, Bucket.IDLE)
-    job.start(load=20)
-    job.steps(3)
-    job.finish()
-    ledger = job.ledger()
-    assert len(ledger.timings) == 2
-
-
 def test_a_clock_that_was_mended_between_two_attempts_is_corrected_where_it_was_wrong() -> None:
     job = Job(skew={"host-1": 60.0, "host-2": 60.0}, hosts={0: "host-0", 1: "host-1", 2: "host-0", 3: "host-1"})
     job.start()
@@ -172,21 +158,6 @@ def test_a_clock_that_was_set_while_steps_ran_is_not_taken_for_a_difference_betw
         if event.host == "host-0" and event.time < START + until:
             job.events[number] = dataclasses.replace(event, time=event.time + 40.0)
     assert_matches(job.ledger(), job)
-
-
-@pytest.mark.parametrize("ahead", [3600.0, -7 * 3600.0])
-def test_ranks_of_hosts_whose_clocks_are_hours_apart_are_of_one_attempt(ahead: float) -> None:
-    job = Job(skew={"host-1": ahead}, ranks_per_host=2)
-    job.start()
-    job.steps(30)
-    job.save()
-    job.fail(detection=2.0)
-    job.start(load=30)
-    job.steps(30)
-    job.finish()
-    ledger = job.ledger()
-    assert len(ledger.timings) == 2
-    assert_matches(ledger, job)
 
 
 @pytest.mark.parametrize("stamp", [[], {}, None, True, 10**400, "1" * 5000], ids=lambda one: str(one)[:8])

@@ -272,19 +272,3 @@ def test_the_account_of_a_run_changes_nothing_in_it() -> None:
     assert first.wall == second.wall
     assert first.facts.quality == second.facts.quality
     assert first.offsets == second.offsets != {}
-
-
-def test_a_size_that_two_ranks_tell_is_that_of_the_job() -> None:
-    job = Job(ranks=8)
-    job.start(ranks=4)
-    job.steps(10)
-    job.fail(detection=1.0)
-    job.attempt += 1
-    for rank in range(2):
-        job.emit(EventKind.JOB_STARTED, rank, world_size=8)
-    job.advance(5.0, Bucket.RESTART)
-    job.start(load=10, ranks=4)
-    job.steps(5)
-    job.finish()
-    ledger = job.ledger()
-    assert ledger.capacity == 8

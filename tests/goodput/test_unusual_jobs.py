@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable
 
@@ -15,7 +14,7 @@ from resiliency.goodput.ledger import Ledger, account
 from resiliency.goodput.taxonomy import Bucket
 from resiliency.telemetry.collect import Collector
 
-from .scripted import START, STEP_S, Job, assert_matches
+from .scripted import STEP_S, Job, assert_matches
 
 
 def _nothing_refused(ledger: Ledger) -> bool:
@@ -79,76 +78,6 @@ def test_a_rank_that_moved_to_a_host_with_another_clock_was_not_in_two_attempts_
     job.steps(5)
     job.finish()
     assert _nothing_refused(job.ledger())
-
-
-# ---- clocks
-
-
-def test_the_only_step_of_an_attempt_does_not_move_the_launcher_of_its_host() -> None:
-    """The clock of one host was set before it."""
-    job = Job(ranks=3)
-    job.emit(EventKind.LAUNCHER_STARTED, -1, boot="boot of host-0")
-    job.emit(EventKind.RANKS_STARTED, -1)
-    job.hosts = {-1: "host-0"}
-    job.start()
-    job.skew["host-0"] = 3600.0
-    job.steps(1)
-    job.emit(EventKind.WORKER_LOST, -1, worker=1)
-    job.training = False
-    job.advance(20.0, Bucket.RESTART)
-    job.start(load=1)
-    job.steps(20)
-    job.finish()
-    events = [dataclasses.replace(one, host="host-0") if one.rank < 0 else one for one in job.events]
-    job.events = events
-    assert job.ledger().wall_us == pytest.approx(122e6, abs=1e6)
-
-
-def test_a_clock_that_is_set_back_during_the_last_attempt_does_not_cut_it() -> None:
-    """Many steps after it bear it out, of which the last one alone is no witness."""
-    job = Job(ranks=2)
-    job.start()
-    job.steps(20)
-    job.skew = {"host-1": -30.0}
-    job.steps(12)
-    ledger = job.ledger()
-    assert_matches(ledger, job)
-    assert _nothing_refused(ledger)
-
-
-# ---- starts
-
-
-def test_ages_of_hosts_with_other_clocks_do_not_contradict_each_other() -> None:
-    job = Job(skew={"host-2": -3600.0})
-    job.now += 30.0
-    job.start()
-    job.steps(20)
-    job.finish()
-    job.events = [
-        dataclasses.replace(one, monotonic_s=None, fields={**one.fields, "since_process_s": 25.0})
-        if one.kind == EventKind.JOB_STARTED
-        else one
-        for one in job.events
-    ]
-    ledger = job.ledger()
-    assert _nothing_refused(ledger)
-    assert ledger.wall[Bucket.FIRST_START] == pytest.approx(55e6, abs=1e6)
-
-
-def test_a_rank_that_joins_its_host_later_does_not_contradict_the_age_of_the_first() -> None:
-    job = Job(ranks=1)
-    job.now += 30.0
-    job.emit(EventKind.JOB_STARTED, 0, world_size=1, since_process_s=25.0, since_launcher_s=28.0)
-    job.attempt, job.alive, job.training = 0, 1, True
-    job.emit(EventKind.TRAIN_STARTED, 0, step=0, world_size=1)
-    job.steps(100)
-    job.hosts = {1: "host-0"}
-    job.emit(EventKind.JOB_STARTED, 1, world_size=2, since_process_s=5.0, since_launcher_s=28.0)
-    job.steps(100)
-    ledger = job.ledger()
-    assert _nothing_refused(ledger)
-    assert ledger.start == pytest.approx(START + 2.0)
 
 
 # ---- steps
@@ -239,77 +168,12 @@ def test_a_host_whose_clock_is_set_during_an_attempt_is_no_reference_for_the_oth
     assert_matches(ledger, job)
 
 
-def test_the_last_line_of_a_launcher_whose_clock_was_set_back_is_placed_by_the_other_clock() -> None:
-    """Its ranks, and most of their lines, were after that."""
-    job = Job(ranks=1)
-    job.start()
-    launcher = len(job.events)
-    job.emit(EventKind.LAUNCHER_STARTED, -1, boot="a")
-    job.emit(EventKind.RANKS_STARTED, -1)
-    job.skew = {"host-0": -3600.0}
-    for _ in range(4):
-        job.steps(5)
-        job.save()
-    for record in job.events[launcher : launcher + 2]:
-        assert record.time == START + 30.0  # by the clock before
-    job.hosts = {-1: "host-0"}
-    job.emit(EventKind.WORKER_LOST, -1, worker=0)
-    job.training = False
-    job.advance(20.0, Bucket.RESTART)
-    job.start(load=20)
-    job.steps(20)
-    records = _records(job)
-    for record in records:
-        if record["rank"] == -1:
-            record["host"] = "host-0"
-        if record["event_type"] in (EventKind.JOB_STARTED, EventKind.TRAIN_STARTED):
-            record["boot"] = "a"
-    assert records[launcher]["event_type"] == EventKind.LAUNCHER_STARTED
-    assert _account(records).wall_us == pytest.approx((job.now - START) * 1e6, abs=2e6)
-
-
 def _launched(job: Job, kind: EventKind, **fields: object) -> dict[str, object]:
     """A line of the launcher of the first host."""
     job.emit(kind, 0, **fields)
     record = json.loads(job.events.pop().to_json())
     del record["rank"]
     return record
-
-
-def test_a_clock_that_is_set_before_the_first_step_moves_launcher_and_ranks_alike() -> None:
-    """Nobody tells the boot. Most lines of the launcher are of before, most of its rank of after."""
-    job = Job(ranks=1)
-    lines = [_launched(job, EventKind.LAUNCHER_STARTED), _launched(job, EventKind.RANKS_STARTED, count=1)]
-    job.start()
-    job.skew["host-0"] = -30.0
-    job.steps(3, lost=True)
-    job.training = False
-    job.advance(5.0, Bucket.DETECTION)
-    lines.append(_launched(job, EventKind.WORKER_LOST, worker=0))
-    job.advance(5.0, Bucket.RESTART)
-    job.start(load=0)
-    job.steps(10)
-    ledger = _account([*lines, *_records(job)])
-    assert ledger.wall_us == pytest.approx((job.now - START) * 1e6, abs=1e6)
-    assert _nothing_refused(ledger)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_clock_that_is_set_after_the_first_line_moves_nothing(ranks: int) -> None:
-    """One line of each process is of before."""
-    job = Job(ranks=ranks, ranks_per_host=ranks)
-    job.attempt, job.alive = 0, ranks
-    for rank in range(ranks):
-        job.emit(EventKind.JOB_STARTED, rank, world_size=ranks)
-    job.advance(5.0, Bucket.FIRST_START)
-    job.skew["host-0"] = -3600.0
-    for rank in range(ranks):
-        job.emit(EventKind.TRAIN_STARTED, rank, step=0, world_size=ranks)
-    job.training = True
-    job.steps(20)
-    ledger = job.ledger()
-    assert_matches(ledger, job)
-    assert _nothing_refused(ledger)
 
 
 # ---- numbers of steps
@@ -331,24 +195,6 @@ def test_a_counter_that_starts_again_is_a_new_attempt_however_many_steps_a_line_
     assert ledger.wall_us == 300e6
     told = {(one.what, one.remedy.partition(" at ")[0]) for one in incidents(ledger)}
     assert told == {("Steps counted from an earlier one again", "went on in the same process")}, "nothing was loaded"
-    assert _nothing_refused(ledger)
-
-
-def test_a_counter_of_samples_is_read_to_the_end() -> None:
-    ledger = _steps_of(4_000_000 * number for number in range(1, 31))
-    assert ledger.wall_us == 300e6
-    assert _nothing_refused(ledger)
-
-
-def test_many_steps_in_each_line_are_no_leap() -> None:
-    ledger = _steps_of((150_000 * number for number in range(1, 31)), count=150_000)
-    assert sum(one.steps.n for one in ledger.facts.segments) == 30 * 150_000
-    assert _nothing_refused(ledger)
-
-
-def test_a_number_that_leaps_at_a_restore_is_believed() -> None:
-    ledger = _steps_of([*range(1, 11), *range(10**6, 10**6 + 10)])
-    assert sum(one.steps.n for one in ledger.facts.segments) == 20
     assert _nothing_refused(ledger)
 
 
@@ -383,24 +229,6 @@ def test_the_size_of_an_attempt_is_not_counted_anew_for_each_of_its_ranks(monkey
     job.steps(2)
     job.ledger()
     assert 0 < len(asked) < 8
-
-
-def test_a_process_that_went_back_in_itself_misses_no_start() -> None:
-    """What dies at once after it is an attempt."""
-    job = Job(ranks=1)
-    job.start()
-    job.steps(20)
-    job.step = 10
-    job.steps(5)
-    job.training = False
-    job.advance(1.0, Bucket.RESTART)
-    _crash_loop(job, 2, writers=1, pause=5.0)
-    job.start(load=15)
-    job.steps(10)
-    job.finish()
-    ledger = job.ledger()
-    assert len(ledger.timings) == 5
-    assert _nothing_refused(ledger)
 
 
 # ---- ranks that are moved
