@@ -9,6 +9,7 @@ from importlib import resources
 from typing import Any
 
 from resiliency.telemetry.sinks import ScalarFile, escape_label
+from resiliency.telemetry.text_file import replace_text
 
 __all__ = ["GAUGES", "Sample", "dashboard", "gauges", "prometheus_text", "write_prometheus", "write_tensorboard"]
 
@@ -93,15 +94,7 @@ def write_prometheus(path: str | os.PathLike[str], summaries: Sequence[Mapping[s
     Raises:
         OSError: the file cannot be written.
     """
-    draft = f"{os.fspath(path)}.{os.getpid()}.tmp"
-    try:
-        with open(draft, "w", encoding="utf-8") as file:
-            file.write(prometheus_text(summaries))
-        os.replace(draft, path)
-    except BaseException:
-        if os.path.exists(draft):
-            os.unlink(draft)
-        raise
+    replace_text(path, prometheus_text(summaries))
 
 
 def write_tensorboard(file: ScalarFile, summary: Mapping[str, Any]) -> None:

@@ -6,10 +6,8 @@ read and fits any width; the small script in the template only switches the them
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import tempfile
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -23,6 +21,7 @@ from resiliency.goodput.over_time import COLUMNS, ROLLING
 from resiliency.goodput.summary import iso, step_series
 from resiliency.goodput.table import duration, figure, largest_causes, precise, unit_word
 from resiliency.goodput.taxonomy import BUCKETS, Bucket
+from resiliency.telemetry.text_file import replace_text
 
 __all__ = ["render_page", "write_page"]
 
@@ -84,21 +83,10 @@ def write_page(path: str | os.PathLike[str], runs: Sequence[tuple[dict[str, Any]
         ConfigError: jinja2 is not installed.
         OSError: the page cannot be written.
     """
-    target = Path(path)
     text = render_page(runs)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:  # the parent's path exists and is not a folder
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename) from error
-    handle, draft = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(draft, 0o644)
-        os.replace(draft, target)
-    except BaseException:
-        os.unlink(draft)
-        raise
+    if not (folder := Path(path).parent).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+    replace_text(path, text)
 
 
 def _view(summary: dict[str, Any], ledger: Ledger) -> dict[str, Any]:

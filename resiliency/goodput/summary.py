@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib import resources
 from typing import Any
@@ -18,6 +19,7 @@ from resiliency.goodput.start_parts import StartPart, part_label
 from resiliency.goodput.taxonomy import BUCKETS, Bucket
 from resiliency.goodput.timing import Timing
 from resiliency.telemetry.facts import Segment
+from resiliency.telemetry.stepstats import Window
 
 __all__ = ["iso", "schema", "step_series", "summarize"]
 
@@ -93,15 +95,7 @@ def summarize(
         ],
         "steps": _steps(ledger),
         "step_times": _step_times(ledger),
-        "over_time": [
-            {
-                "time": point.time,
-                "goodput": point.goodput,
-                "so_far": point.so_far,
-                "worst": None if point.worst is None else point.worst.value,
-            }
-            for point in over_time(ledger)
-        ],
+        "over_time": [asdict(point) for point in over_time(ledger)],
         "spans": span_rows(ledger),
         "attempts": _attempts(ledger),
         "incidents": [
@@ -148,17 +142,8 @@ def _steps(ledger: Ledger) -> dict[str, Any]:
     run = kept = 0
     for timing in ledger.timings:
         lanes = sorted(timing.attempt.lanes)
-        pieces = timing.attempt.lanes[lanes[0]] if lanes else []
-        if not ledger.is_whole:
-            done, lost = _steps_left(ledger, timing, pieces)
-            run, kept = run + done, kept + done - lost
-            continue
-        done = sum(segment.steps.n for segment in pieces)
-        run += done
-        lost = 0
-        if timing.lost_above is not None and timing.top is not None:
-            lost = max(0, timing.top - max(timing.lost_above, timing.position or 0))
-        kept += max(0, done - lost)
+        done, lost = _steps_left(ledger, timing, timing.attempt.lanes[lanes[0]] if lanes else [])
+        run, kept = run + done, kept + done - lost
     top = [timing.top for timing in ledger.timings if timing.top is not None]
     return {
         "run": run,
@@ -219,7 +204,7 @@ def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
                 "start": timing.window[0],
                 "start_utc": iso(timing.window[0]),
                 "end": timing.window[1],
-                "wall_s": _length(ledger, timing),
+                "wall_s": ledger.kept_us(*timing.window) / 1e6,
                 "ranks": max(timing.attempt.world, len(timing.attempt.lanes)),
                 "from_step": timing.position,
                 "to_step": timing.top,
@@ -232,11 +217,6 @@ def _attempts(ledger: Ledger) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _length(ledger: Ledger, timing: Timing) -> float:
-    begin, end = timing.window
-    return end - begin if ledger.is_whole else ledger.kept_us(begin, end) / 1e6
 
 
 def _stragglers(ledger: Ledger) -> list[dict[str, Any]]:
@@ -276,19 +256,18 @@ def _ranks(ledger: Ledger) -> list[dict[str, Any]]:
         usual = merged_typical([segment.steps for segment in segments])
         if usual is None:
             continue
-        busy_s = sum(w.busy_s for s in segments for w in s.steps.windows.values())
-        busy_n = sum(w.busy_n for s in segments for w in s.steps.windows.values())
-        n = sum(segment.steps.n for segment in segments)
-        data = sum(w.data_s for s in segments for w in s.steps.windows.values())
+        total = Window()
+        for segment in segments:
+            total.absorb(segment.steps.total())
         rows.append(
             {
                 "rank": lane.lane,
                 "host": lane.host,
-                "steps": n,
+                "steps": total.n,
                 "usual_step_s": usual,
-                "own_work_s": busy_s / busy_n if busy_n else None,
+                "own_work_s": total.busy_s / total.busy_n if total.busy_n else None,
                 "deviation_s": deviation([segment.steps for segment in segments]),
-                "data_wait_s": data / n if n else 0.0,
+                "data_wait_s": total.data_s / total.n if total.n else 0.0,
             }
         )
     rows.sort(key=lambda row: (-(row["own_work_s"] or 0.0) - row["data_wait_s"], -row["usual_step_s"], row["rank"]))

@@ -24,9 +24,9 @@ CURVE_CELLS = 48
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def render(summary: dict[str, Any], *, color: str = "dark") -> RenderableType:
+def render(summary: dict[str, Any]) -> RenderableType:
     """The whole report of one run."""
-    blocks: list[RenderableType] = [_head(summary), _buckets(summary, color), _levers(summary), _lines(summary)]
+    blocks: list[RenderableType] = [_head(summary), _buckets(summary), _levers(summary), _lines(summary)]
     if summary["over_time"]:
         blocks.append(_over_time(summary))
     if len(summary["attempts"]) > 1:
@@ -78,7 +78,7 @@ def _table(title: str) -> Table:
     return Table(title=Text(title, style="bold"), title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
 
 
-def _buckets(summary: dict[str, Any], color: str) -> Table:
+def _buckets(summary: dict[str, Any]) -> Table:
     table = _table("Where every second went")
     table.add_column("bucket", no_wrap=True)
     for name in ("share", "wall", f"{unit_word(summary)} time"):
@@ -87,7 +87,6 @@ def _buckets(summary: dict[str, Any], color: str) -> Table:
     largest = max((row["share"] for row in summary["buckets"]), default=0.0) or 1.0
     for row in summary["buckets"]:
         info = BUCKETS[Bucket(row["bucket"])]
-        style = info.dark if color == "dark" else info.light
         bar = "█" * round(row["share"] / largest * BAR_CELLS) or ("▏" if row["share"] > 0 else "")
         dim = "" if row["share"] > 0 else "dim"
         table.add_row(
@@ -95,7 +94,7 @@ def _buckets(summary: dict[str, Any], color: str) -> Table:
             Text(figure(row["share"]), style=dim),
             Text(duration(row["wall_s"]), style=dim),
             Text(duration(row["gpu_s"]), style=dim),
-            Text(bar, style=style, no_wrap=True, overflow="crop"),
+            Text(bar, style=info.dark, no_wrap=True, overflow="crop"),
         )
         for part in row["parts"]:
             cells = (f"  {part['label']}", "", duration(part["wall_s"]), duration(part["gpu_s"]), "")

@@ -11,7 +11,7 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
@@ -68,15 +68,15 @@ class GoodputCalculator:
         local_log_path: str | None = None,
         verbose: bool = False,
         gcloud_logging_lookback_days: float = 7.0,
-        *,
-        out: Callable[[str], object] | None = None,
     ) -> None:
         self.job_name = job_name
         self.log_name = f"{job_name}-goodput"
         self.local_log_path = local_log_path
         self.verbose = verbose
         self.gcloud_logging_lookback_days = gcloud_logging_lookback_days
-        self._out = out if out is not None else lambda line: sys.stdout.write(line + "\n")
+
+    def _out(self, line: str) -> None:
+        sys.stdout.write(line + "\n")
 
     def _say(self, line: str) -> None:
         if self.verbose:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from resiliency.telemetry.text_file import replace_text
+
 __all__ = ["TraceEvents", "TraceFiles", "trace_document"]
 
 #: Number of steps whose events are kept, so that another save of the same step can be added to its file.
@@ -87,14 +89,6 @@ class TraceFiles:
             while len(self._steps) > _KEPT_STEPS:
                 del self._steps[next(iter(self._steps))]
             path = self.path(step)
-            partial = f"{path}.{os.getpid()}.tmp"
-            try:
-                os.makedirs(self.folder, exist_ok=True)
-                with open(partial, "w", encoding="utf-8") as file:
-                    json.dump(trace_document(saves), file, default=str)
-                os.replace(partial, path)
-            except OSError:
-                if os.path.lexists(partial):
-                    os.unlink(partial)
-                raise
+            os.makedirs(self.folder, exist_ok=True)
+            replace_text(path, json.dumps(trace_document(saves), default=str))
             return path

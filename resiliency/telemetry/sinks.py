@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 from resiliency.events import Event, EventKind
+from resiliency.telemetry.text_file import replace_text
 
 __all__ = [
     "CloudLoggingSink",
@@ -33,6 +34,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+#: Pause after a failure to send to the cloud.
+_RETRY_S = 30.0
 
 _Send = Callable[[dict[str, Any]], object]
 
@@ -63,14 +67,13 @@ class CloudLoggingSink:
     """Sends events to Google Cloud Logging from a daemon thread.
 
     ``emit`` puts the event on a bounded queue and returns (microseconds); when the cloud is down or slow, the oldest
-    waiting events are dropped and counted, and the thread tries again after ``retry``. Step events are not sent: they
+    waiting events are dropped and counted, and the thread tries again after 30 seconds. Step events are not sent: they
     are too many for a paid log. Thread: any.
 
     Args:
         log_name: the older library's is ``<job>-goodput``.
         connect: makes the function that sends one entry (tests).
         capacity: events that may wait.
-        retry: pause after a failure.
         close_within: how long ``close`` waits for what is still queued.
     """
 
@@ -80,14 +83,12 @@ class CloudLoggingSink:
         *,
         connect: Callable[[str], _Send] = _connect,
         capacity: int = 4096,
-        retry: timedelta = timedelta(seconds=30),
         close_within: timedelta = timedelta(seconds=5),
     ) -> None:
         self.log_name = log_name
         self.dropped = 0
         self.sent = 0
         self._connect = connect
-        self._retry_s = retry.total_seconds()
         self._close_s = close_within.total_seconds()
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(capacity)
         self._closing = threading.Event()
@@ -137,7 +138,7 @@ class CloudLoggingSink:
                     logger.warning(
                         "cannot send events of %s to Google Cloud Logging; retrying", self.log_name, exc_info=True
                     )
-                if self._closing.wait(self._retry_s):
+                if self._closing.wait(_RETRY_S):
                     return
 
     def close(self) -> None:
@@ -188,13 +189,11 @@ class TensorBoardSink:
 
     Args:
         folder: log folder of the run.
-        writer: an existing ``SummaryWriter`` instead of a new one; it is not closed.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, writer: Any = None) -> None:
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = os.fspath(folder)
-        self._writer = writer
-        self._own = writer is None
+        self._writer: ScalarFile | None = None
         self._broken = False
         self._began: float | None = None
         self._productive_s = 0.0
@@ -225,7 +224,7 @@ class TensorBoardSink:
             logger.warning("TensorBoard scalars of goodput are not written from now on", exc_info=True)
 
     def close(self) -> None:
-        if self._own and self._writer is not None:
+        if self._writer is not None:
             self._writer.close()
             self._writer = None
 
@@ -280,11 +279,8 @@ class PrometheusTextSink:
         return "\n".join(lines) + "\n"
 
     def _write(self) -> None:
-        draft = f"{self.path}.{os.getpid()}.tmp"
         try:
-            with open(draft, "w", encoding="utf-8") as file:
-                file.write(self.text())
-            os.replace(draft, self.path)
+            replace_text(self.path, self.text())
         except OSError:
             # Boundary: a full disk must not end training.
             if not self._warned:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 from resiliency.events import EventKind, EventWriter, boot_id
@@ -13,6 +12,8 @@ __all__ = ["StepEvents", "log_steps"]
 
 #: Steps that are written one by one after the start of training; the warm-up is measured from them.
 SINGLE_STEPS = 10
+#: Shorter steps are summed until they took so many seconds.
+LINE_S = 0.05
 
 
 class StepEvents(StepSubscriber):
@@ -21,12 +22,11 @@ class StepEvents(StepSubscriber):
     Very short steps are summed into one line, so that a rank writes about twenty lines a second at most.
 
     Thread: the training thread.
-    What is written when a call returns survives SIGKILL; steps of at most ``line_every`` are not written yet.
+    What is written when a call returns survives SIGKILL; steps of at most 50 ms are not written yet.
     """
 
-    def __init__(self, writer: EventWriter, *, line_every: timedelta = timedelta(milliseconds=50)) -> None:
+    def __init__(self, writer: EventWriter) -> None:
         self.writer = writer
-        self._line_every = line_every.total_seconds()
         self._started = self._terminated = False
         self._lines = 0  # since the start of training
         # Steps that were not written yet.
@@ -78,7 +78,7 @@ class StepEvents(StepSubscriber):
         self._loop += timing.loop_s
         self._longest = max(self._longest, timing.duration_s / timing.count)
         self._save_in_flight = timing.save_in_flight
-        if self._lines < SINGLE_STEPS or self._duration >= self._line_every:
+        if self._lines < SINGLE_STEPS or self._duration >= LINE_S:
             self.flush()
 
     def training_ended(self, step: int) -> None:

@@ -34,9 +34,8 @@ def older_log(path: Path) -> Path:
     return path
 
 
-def test_the_older_log_gives_the_older_figures(tmp_path: Path) -> None:
-    said: list[str] = []
-    tool = GoodputCalculator("job-a", str(older_log(tmp_path / "event_log.log")), verbose=True, out=said.append)
+def test_the_older_log_gives_the_older_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tool = GoodputCalculator("job-a", str(older_log(tmp_path / "event_log.log")), verbose=True)
     events = tool.preprocess_events(tool.load_events(), "job-a")
     metrics = tool.calculate_goodput(events, 12.5)
     assert metrics["total_runtime_seconds"] == 1000
@@ -45,7 +44,7 @@ def test_the_older_log_gives_the_older_figures(tmp_path: Path) -> None:
     assert metrics["job_started_count"] == 1
     assert metrics["checkpoints_loaded"] == 1
     assert metrics["checkpoints_saved"] == 2
-    assert "Lines that could not be parsed: 1" in said
+    assert "Lines that could not be parsed: 1\n" in capsys.readouterr().out
 
 
 def test_without_a_reference_there_is_no_percentage(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from resiliency.events import Event, EventKind, EventWriter
+from resiliency.telemetry import sinks
 from resiliency.telemetry.sinks import CloudLoggingSink, PrometheusTextSink, TensorBoardSink
 
 
@@ -105,7 +106,7 @@ def test_tensorboard_scalars_can_be_read_back(tmp_path: Path) -> None:
     assert [(scalar.step, scalar.value) for scalar in scalars] == [(10, 2.0), (14, 2.0)]
 
 
-def test_a_broken_tensorboard_is_switched_off() -> None:
+def test_a_broken_tensorboard_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         calls = 0
 
@@ -114,7 +115,8 @@ def test_a_broken_tensorboard_is_switched_off() -> None:
             raise OSError("disk full")
 
     broken = Broken()
-    writer = EventWriter(run="r", attempt=0, rank=0, host="h", sinks=(TensorBoardSink("unused", writer=broken),))
+    monkeypatch.setattr(sinks, "ScalarFile", lambda folder: broken)
+    writer = EventWriter(run="r", attempt=0, rank=0, host="h", sinks=(TensorBoardSink("unused"),))
     for step in range(5):
         writer.emit(EventKind.STEP, step=step, step_s=1.0)
     assert broken.calls == 1
