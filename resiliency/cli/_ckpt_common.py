@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from resiliency.cli._terminal import console
 from resiliency.paths import absolute_path
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from resiliency.inspection.survey import StepView, Target
     from resiliency.inspection.verify import Finding
 
@@ -23,7 +21,6 @@ __all__ = [
     "PathsArgument",
     "RunOption",
     "check",
-    "console",
     "errors",
     "fail",
     "open_targets",
@@ -60,14 +57,6 @@ def errors() -> Iterator[None]:
         fail(str(error), 1)
     except KeyboardInterrupt:
         fail("interrupted", 130)
-
-
-def console(*, err: bool = False) -> Console:
-    """Standard output or error; 120 columns when it is not a terminal, so that a table in a file is not squeezed."""
-    from rich.console import Console
-
-    stream = sys.stderr if err else sys.stdout
-    return Console(file=stream, highlight=False, width=None if stream.isatty() else 120)
 
 
 @contextmanager

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from resiliency.cli._ckpt_common import JsonOption, check, console, fail, open_targets
+from resiliency.cli._ckpt_common import JsonOption, check, fail, open_targets
+from resiliency.cli._terminal import console
 from resiliency.paths import absolute_path
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from resiliency.goodput.table import duration
+from resiliency.goodput.words import duration
 from resiliency.inspection.contents import Entry, ShardContents, TensorRow
 from resiliency.inspection.pruning import PrunePlan
 from resiliency.inspection.survey import LabeledTier, StepState, StepView

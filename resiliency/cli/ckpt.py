@@ -20,12 +20,12 @@ from resiliency.cli._ckpt_common import (
     PathsArgument,
     RunOption,
     check,
-    console,
     errors,
     fail,
     open_targets,
 )
 from resiliency.cli._ckpt_prune import prune
+from resiliency.cli._terminal import console
 from resiliency.paths import absolute_path
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from resiliency.cli._ckpt_common import console
+from resiliency.cli._terminal import console, table
 from resiliency.doctor.facts import examine_folder, examine_host, examine_remote
 from resiliency.doctor.rules import (
     HostFinding,
@@ -166,17 +166,13 @@ def _is_free(port: int) -> bool:
 
 
 def _print(findings: list[HostFinding]) -> None:
-    from rich.box import SIMPLE_HEAD
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for name in ("", "check", "found", "what to do"):
-        table.add_column(name, overflow="fold")
+    rows = table("", "check", "found", "what to do")
     for one in findings:
         color = _COLORS[one.verdict]
-        table.add_row(f"[{color}]{one.verdict.value}[/]", escape(one.check), escape(one.found), escape(one.remedy))
+        rows.add_row(f"[{color}]{one.verdict.value}[/]", escape(one.check), escape(one.found), escape(one.remedy))
     screen = console()
-    screen.print(table)
+    screen.print(rows)
     counts = {verdict: sum(one.verdict is verdict for one in findings) for verdict in (Verdict.BROKEN, Verdict.WARNING)}
     screen.print(f"{counts[Verdict.BROKEN]} broken, {counts[Verdict.WARNING]} to look at", highlight=False)

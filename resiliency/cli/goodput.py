@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
+from resiliency.cli._terminal import console
 from resiliency.paths import absolute_path
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from resiliency.goodput.ledger import Ledger
     from resiliency.goodput.windows import Windows
     from resiliency.telemetry.reader import LogReader
@@ -111,16 +108,6 @@ _NOTHING_LEFT = "--since, --until and --exclude leave nothing of the run"
 def _fail(message: str) -> NoReturn:
     typer.echo(f"goodput: {message}", err=True)
     raise typer.Exit(_WRONG)
-
-
-def _console() -> Console:
-    """Standard output; 120 columns wide when it is not a terminal, so that a report in a file is not narrowed."""
-    from rich.console import Console
-
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # in a locale without our bars, show "?" instead of failing
-    width = None if sys.stdout.isatty() else 120
-    return Console(file=sys.stdout, highlight=False, markup=False, emoji=False, width=width)
 
 
 def _windows(since: str | None, until: str, exclude: list[str] | None) -> tuple[Windows, float | None]:
@@ -291,7 +278,7 @@ def report(
         return
     from resiliency.goodput.table import print_report
 
-    print_report(summaries, _console())
+    print_report(summaries, console(markup=False))
     if html is not None:
         typer.echo(f"page written to {html}")
 
@@ -387,7 +374,7 @@ def compare(
         return
     from resiliency.goodput.table import compare as side_by_side
 
-    _console().print(side_by_side(*both))
+    console(markup=False).print(side_by_side(*both))
 
 
 @app.command()
@@ -427,7 +414,7 @@ def watch(
     stop = threading.Event()
     with (
         _Gauges(prometheus, tensorboard) as gauges,
-        Live(console=_console(), auto_refresh=False, vertical_overflow="crop") as live,
+        Live(console=console(markup=False), auto_refresh=False, vertical_overflow="crop") as live,
         contextlib.suppress(KeyboardInterrupt),  # Ctrl-C is the usual end of a watch
     ):
         looked = 0

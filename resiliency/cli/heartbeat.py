@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from resiliency.cli._ckpt_common import console
+from resiliency.cli._terminal import console, table
 from resiliency.paths import absolute_path
 from resiliency.runtime.heartbeat_files import RankHeartbeat, read_heartbeats
 from resiliency.settings import environment
@@ -79,15 +79,13 @@ def _row(one: RankHeartbeat) -> dict[str, object]:
 
 
 def _print(found: list[RankHeartbeat]) -> None:
-    from rich.box import SIMPLE_HEAD
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for name in ("rank", "state", "phase", "step", "attempt", "quiet for", "longest", "process", "host"):
-        table.add_column(name, justify="right" if name not in ("state", "phase", "host") else "left", overflow="fold")
+    numbers = ("rank", "step", "attempt", "quiet for", "longest", "process")
+    names = ("rank", "state", "phase", "step", "attempt", "quiet for", "longest", "process", "host")
+    rows = table(*names, right=numbers)
     for one in found:
-        table.add_row(
+        rows.add_row(
             str(one.rank),
             f"[{_COLORS[one.state]}]{one.state}[/]",
             str(one.page.phase),
@@ -98,4 +96,4 @@ def _print(found: list[RankHeartbeat]) -> None:
             str(one.pid),
             escape(one.host),
         )
-    console().print(table)
+    console().print(rows)

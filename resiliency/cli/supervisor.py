@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from resiliency.cli._terminal import console, table
+from resiliency.goodput.words import duration
 from resiliency.paths import absolute_path
 
 if TYPE_CHECKING:
@@ -73,6 +75,8 @@ _CONNECTION: dict[str, tuple[Any, Any]] = {
 }
 #: Sends a request for a path of the supervisor's API; ends the command with one line when it fails.
 Ask = Callable[..., dict[str, Any]]
+#: Columns of numbers.
+_RIGHT = ("for", "generation", "step", "goodput")
 _LOCAL = "http://127.0.0.1:7600"
 #: Open files that the process needs besides its connections.
 _OTHER_FILES = 256
@@ -311,21 +315,30 @@ def status(
         return
     from rich.markup import escape
 
-    console = _console()
+    screen = console(width=140)
     if found["store_problem"]:
-        console.print(f"[bold red]the state file cannot be written: {escape(found['store_problem'])}[/]")
+        screen.print(f"[bold red]the state file cannot be written: {escape(found['store_problem'])}[/]")
     if found["frozen"]:
-        console.print("[bold red]frozen: more than half of the hosts are silent at once; nothing is done about any[/]")
+        screen.print("[bold red]frozen: more than half of the hosts are silent at once; nothing is done about any[/]")
     if found["dry_run"]:
-        console.print("[yellow]dry run: nothing is carried out[/]")
-    workloads = _table(
-        "workload", "state", "for", "generation", "step", "goodput", "replicas", "restarts", "what is done"
+        screen.print("[yellow]dry run: nothing is carried out[/]")
+    workloads = table(
+        "workload",
+        "state",
+        "for",
+        "generation",
+        "step",
+        "goodput",
+        "replicas",
+        "restarts",
+        "what is done",
+        right=_RIGHT,
     )
     for each in found["workloads"]:
         workloads.add_row(
             escape(each["name"]),
             _colored(each["state"]),
-            _duration(each["for_s"]),
+            duration(each["for_s"]),
             str(each["generation"]),
             str(each["step"]) if each["step"] >= 0 else "",
             "" if each["goodput"] is None else f"{each['goodput']:.1%}",
@@ -334,26 +347,26 @@ def status(
             f"{each['workload_restarts']}/{each['max_workload_restarts']} whole",
             escape(_doing(each)),
         )
-    console.print(workloads)
+    screen.print(workloads)
     machines = ["machine"] if any(each["machine"] for each in found["hosts"]) else []
-    hosts = _table("host", *machines, "state", "for", "heard", "workload", "node rank", "block", "why")
+    hosts = table("host", *machines, "state", "for", "heard", "workload", "node rank", "block", "why", right=_RIGHT)
     for each in found["hosts"]:
         hosts.add_row(
             escape(each["name"]),
             *(escape(each[name]) for name in machines),
             _colored(each["state"]),
-            _duration(each["for_s"]),
+            duration(each["for_s"]),
             "" if each["heard_ago_s"] is None else f"{each['heard_ago_s']:.1f} s ago",
             escape(each["workload"]),
             "" if each["node_rank"] is None else str(each["node_rank"]),
             escape(each["block"]),
             escape(each["reason"]),
         )
-    console.print(hosts)
+    screen.print(hosts)
     for each in found["incidents"][:5]:
         state = "open" if each["open"] else each["outcome"]
         seen = each["observations"][0]["text"] if each["observations"] else ""
-        console.print(
+        screen.print(
             f"incident {each['number']} of {escape(each['workload'])}, {_clock(each['opened_at'])}: {escape(seen)}"
             f" ({escape(state)})"
         )
@@ -454,26 +467,6 @@ def start(
 # -- words ------------------------------------------------------------------------------------------------------------
 
 
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 140)
-
-
-def _table(*names: str) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for name in names:
-        table.add_column(
-            name,
-            justify="right" if name in ("for", "generation", "step", "goodput", "node") else "left",
-            overflow="fold",
-        )
-    return table
-
-
 def _colored(state: str) -> str:
     return f"[{_COLORS.get(state, 'default')}]{state}[/]"
 
@@ -483,17 +476,8 @@ def _doing(workload: dict[str, Any]) -> str:
     if plan is None:
         return str(workload["reason"])
     steps = [step for step in plan["steps"] if step["state"] == "now"]
-    doing = f": {steps[0]['text']}, for {_duration(plan['step_for_s'])}" if steps else ""
+    doing = f": {steps[0]['text']}, for {duration(plan['step_for_s'])}" if steps else ""
     return f"plan {plan['number']}, {plan['remedy']}{doing}"
-
-
-def _duration(seconds: float) -> str:
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02} min"
 
 
 def _clock(time: float) -> str:

@@ -17,7 +17,7 @@ import os
 import posixpath
 import stat
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from resiliency.checkpoint.read_plan import ReadPlanner, plan_new
+from resiliency.checkpoint.read_plan import ReadPlanner
 from resiliency.checkpoint.shard_assembler import ShardAssembler, threads_for
 from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.checkpoint.stored_state import rank_state
@@ -33,7 +33,6 @@ from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, Tier
 from resiliency.inspection import survey
 from resiliency.regular_file import opened
 from resiliency.state.harmless import harmless_classes
-from resiliency.state.tree import keyed_leaves, replace_leaves
 from resiliency.storage.archive import read_directory
 from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.catalog import StepListing
@@ -246,7 +245,6 @@ def load_path(
     *,
     rank: int = 0,
     allow_pickle: bool = False,
-    keys: Callable[[str], bool] | None = None,
     planner: ReadPlanner | None = None,
 ) -> tuple[Any, Any]:
     """Reads and checks the shards of a located step, in one process. Remote shards go through a temporary folder.
@@ -256,8 +254,7 @@ def load_path(
     Args:
         rank: the rank whose per-rank tree is returned.
         allow_pickle: also load objects of any class. Only for checkpoints you trust: it can run code.
-        keys: load only tensors whose key passes; the others become empty tensors.
-        planner: instead of ``keys``: plans what is read, and into which tensors. Not used for a copy without records.
+        planner: plans what is read, and into which tensors; None: all. Not used for a copy without records.
 
     Returns:
         The state tree and the per-rank tree (None when the step has no such rank).
@@ -270,7 +267,7 @@ def load_path(
             them.
     """
     try:
-        return _load(located, rank, allow_pickle, keys, planner)
+        return _load(located, rank, allow_pickle, planner)
     except (CorruptShard, NoCheckpointFound, TierError, OSError) as error:
         # A job that saves moves its names to newer steps; that must not be reported as damage.
         now = read_name(located.tier, located.name) if located.name else None
@@ -342,12 +339,11 @@ def _load(
     located: Located,
     rank: int,
     allow_pickle: bool,
-    keys: Callable[[str], bool] | None,
     planner: ReadPlanner | None,
 ) -> tuple[Any, Any]:
     with tempfile.TemporaryDirectory(prefix="resiliency-") as scratch:
         if not located.is_checked:
-            return _load_unchecked(located, scratch, rank, allow_pickle, keys)
+            return _load_unchecked(located, scratch, rank, allow_pickle)
         records = located.listing.records
         needed = sorted({0, rank} & set(records)) if located.replicated else range(located.world_size)
         readers: dict[int, ShardReader] = {}
@@ -357,7 +353,6 @@ def _load(
                     where = located.where(0)
                     raise CorruptShard(f"{where}: the record of shard {writer} of its step is missing", path=where)
                 readers[writer] = ShardReader(_local_file(located, writer, scratch), records[writer])
-            planner = plan_new(keys) if keys is not None else planner
             assembler = ShardAssembler(readers, rank=rank, planner=planner, allow_pickle=allow_pickle)
             for writer, bad in assembler.read(threads=threads_for(1)).items():
                 where = located.where(writer)
@@ -390,9 +385,7 @@ def _local_file(located: Located, rank: int, scratch: str) -> str:
 # -- a copy whose step is out of reach --------------------------------------------------------------------------------
 
 
-def _load_unchecked(
-    located: Located, scratch: str, rank: int, allow_pickle: bool, keys: Callable[[str], bool] | None
-) -> tuple[Any, Any]:
+def _load_unchecked(located: Located, scratch: str, rank: int, allow_pickle: bool) -> tuple[Any, Any]:
     where, key = located.where(0), located.files[0]
     logger.warning(
         "%s is a copy of %s of run %r, whose record is not there: it is loaded as it is, without a check of its bytes",
@@ -410,10 +403,6 @@ def _load_unchecked(
             own = _own_state(file, where, allow_pickle) if rank == 0 else None
     except (RuntimeError, EOFError, KeyError, ValueError) as error:
         raise CorruptShard(f"{where}: cannot be read ({error})", path=where) from error
-    if keys is not None:
-        absent = torch.empty(0, device="cpu")
-        wanted = {id(leaf) for name, leaf in keyed_leaves(state).items() if keys(name)}
-        state = replace_leaves(state, lambda leaf: leaf if id(leaf) in wanted else absent)
     return state, own
 
 

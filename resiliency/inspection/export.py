@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from resiliency.checkpoint.lightning_forms import dumped_form
+from resiliency.checkpoint.read_plan import plan_new
 from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError
 from resiliency.inspection.by_path import Located, load_path, locate
@@ -179,7 +180,7 @@ def _write_ckpt(located: Located, allow_pickle: bool, temp: str) -> set[str]:
 
 def _load(located: Located, allow_pickle: bool, keys: Callable[[str], bool] | None) -> Any:
     try:
-        state, _ = load_path(located, allow_pickle=allow_pickle, keys=keys)
+        state, _ = load_path(located, allow_pickle=allow_pickle, planner=None if keys is None else plan_new(keys))
         if keys is None and isinstance(state, dict):
             state = dumped_form(state, allow_pickle=allow_pickle)
     except pickle.UnpicklingError as error:
