@@ -59,6 +59,7 @@ from resiliency.storage.attempts import attempt_file, write_attempt
 from resiliency.storage.catalog import scan, step_prefix
 from resiliency.storage.claims import claim_attempt
 from resiliency.storage.fetch import remove_dead_fetches
+from resiliency.storage.known_files import remember
 from resiliency.storage.manifest import (
     COMMIT_MARK,
     MANIFEST,
@@ -73,6 +74,7 @@ from resiliency.storage.manifest import (
 from resiliency.storage.names import is_taken_since, missing_names
 from resiliency.storage.plan_groups import different_plans
 from resiliency.storage.retention import DeleteRequest, Hold
+from resiliency.storage.shard_file import Identity
 from resiliency.storage.single_files import drop_folders, restore_folders
 from resiliency.storage.stage import Stage
 from resiliency.storage.step_id import StepId
@@ -399,9 +401,17 @@ class HostAgent:
                 with self._traces.span("join", found.id):
                     found = join_shards(self._tier, found, self._fence)
                 self._steps.add_record(found.shards[0])
+            if found.replicated and not os.path.lexists(self._path(found.id, MANIFEST)):
+                self._remember(found)  # not at a second try: under its names a user may have written into the file
             with self._traces.span("manifest", found.id):
                 given = found.names if names is None else names
                 return found, write_commit(self._tier, found, given, self._fence, self.config.local_ranks)
+
+    def _remember(self, step: Manifest | UnfinishedStep) -> None:
+        identity = Identity(
+            id=step.id, run=step.run, rank=0, world_size=step.world_size, replicated=True, version=step.version
+        )
+        remember(self._path(step.id, shard_file(0, step.version)), identity)
 
     def wait(self, stage: Stage, *, tier: str | None = None, timeout_s: float) -> bool:
         """Blocks until everything sealed so far has reached a stage, see :class:`~resiliency.agent.messages.Flush`;

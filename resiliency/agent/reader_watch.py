@@ -6,7 +6,8 @@ tell where pages are, but it reports each close of a file that was open for read
 and does so before a lease could show that nobody has the file open. So a file that was watched from before it had a
 name, of which no such close was reported and on which there is a lease, was never open in a reader.
 
-Programs of this library open step files for writing too where they can (:func:`resiliency.regular_file.open_own`).
+Programs of this library open step files for writing too where they can, or do not open them at all
+(:mod:`resiliency.storage.known_files`).
 """
 
 from __future__ import annotations

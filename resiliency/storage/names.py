@@ -14,10 +14,12 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 
 from resiliency.errors import TierError, UnsupportedFormat
 from resiliency.storage.catalog import step_prefix
-from resiliency.storage.change_times import change_in_order
+from resiliency.storage.change_times import newer_than_before
+from resiliency.storage.known_files import recall
 from resiliency.storage.manifest import MANIFEST, StepRecords, rank_of_shard, record_file, shard_file
 from resiliency.storage.shard_file import IDENTITY_BYTES, STOCK_METADATA, Identity, read_identity
 from resiliency.storage.step_id import StepId
@@ -71,7 +73,9 @@ def read_name(tier: Tier, name: str) -> Identity | None:
 
 
 def _identity_of(tier: Tier, key: str) -> Identity | None:
-    return read_identity(tier.read_range(key, 0, IDENTITY_BYTES), where=tier.location(key))
+    """The identity in a file; without opening it, if this process has saved it."""
+    known = recall(tier.location(key)) if tier.is_local else None
+    return known or read_identity(tier.read_range(key, 0, IDENTITY_BYTES), where=tier.location(key))
 
 
 def give_name(tier: Tier, step: StepRecords, name: str) -> bool:
@@ -206,9 +210,8 @@ def _give(tier: Tier, step: StepRecords, name: str) -> str:
     if step.replicated:
         if holder is not None and not holder.replicated:
             _delete_folder(tier, name)
-        tier.alias(prefix + shard_file(0, step.version), name)
-        if tier.is_local and holder is not None and holder.id != step.id:
-            change_in_order([tier.location(name)])  # the file that had the name has changed, too
+        with newer_than_before(tier.location(name)) if tier.is_local else nullcontext():
+            tier.alias(prefix + shard_file(0, step.version), name)
         return ""
     if holder is not None and holder.replicated:
         tier.delete(name)

@@ -19,21 +19,21 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 
 from resiliency.errors import CorruptShard, TierError, UnsupportedFormat
 from resiliency.faultpoints import hit
 from resiliency.regular_file import open_regular
 from resiliency.storage.catalog import StepListing, scan, step_prefix
-from resiliency.storage.change_times import change_in_order
-from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, ShardRecord, record_file
+from resiliency.storage.change_times import unlink_in_order
+from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, ShardRecord, rank_of_shard, record_file
 from resiliency.storage.own_record import check_identity_is_absent, read_other_shard, read_own_manifest
 from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.storage.state_dir import remove_state_dir
+from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.base import Tier
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.storage.unlink_hardlinks import unlink_hardlinks
@@ -338,22 +338,19 @@ def drop_folders(tier: LocalTier, run: str, *, through: str) -> str:
     if without and (newest is None or max(without) > newest):
         return f"the files of {max(without)} were deleted, and no newer step has a file"
     try:
-        names = [
-            [tier.path(name) for name in _names_left(tier, step)] for step in sorted(steps, key=lambda step: step.id)
-        ]
-        for paths in names:
-            unlink_hardlinks(paths, through=through)
+        names = {step.id.dirname: [tier.path(name) for name in _names_left(tier, step)] for step in steps}
+        copies = {step: unlink_hardlinks(paths, through=through) for step, paths in names.items()}
     except FileNotFoundError as error:
         return f"a later job has begun, or somebody deletes checkpoints now ({error})"
-    return "" if remove_run_folder(folder, through, list(chain(*names))) else "a later job has begun"
+    return "" if remove_run_folder(folder, through, copies) else "a later job has begun"
 
 
-def remove_run_folder(folder: str, through: str, names: Sequence[str] = ()) -> bool:
+def remove_run_folder(folder: str, through: str, copies: Mapping[str, Sequence[str]] | None = None) -> bool:
     """Removes the folder of a run by way of a folder in it (see :func:`drop_folders`), and the parent folder if it is
     empty.
 
     Args:
-        names: files that stay, in the order of their steps; those of the newest are changed last.
+        copies: folder name of a step -> copies of its file.
 
     Returns:
         False when another process has removed the folder that everything goes through.
@@ -376,14 +373,32 @@ def remove_run_folder(folder: str, through: str, names: Sequence[str] = ()) -> b
             return False
         if os.path.basename(path) == STEPS_DIR:
             hit("agent.drop.renamed")
+    _unlink_in_order(os.path.join(through, STEPS_DIR), copies or {})
     with suppress(FileNotFoundError):  # a later job removes the folder too
         shutil.rmtree(through)
-    change_in_order(names)
     hit("agent.drop.removed")
     with suppress(OSError):  # a job has begun meanwhile
         os.rmdir(folder)
     remove_state_dir(os.path.dirname(folder))  # unless there are other runs
     return True
+
+
+def _unlink_in_order(steps: str, copies: Mapping[str, Sequence[str]]) -> None:
+    """Unlinks the first shards of steps, which the names stay of, so that the newest file is changed last."""
+    found = sorted((step, name) for name in _listing(steps) if (step := StepId.parse(name)) is not None)
+    shards: dict[str, str] = {}
+    for _, name in found:
+        for file in _listing(os.path.join(steps, name)):
+            if rank_of_shard(file) == 0:
+                shards[name] = os.path.join(steps, name, file)
+    unlink_in_order(shards.values(), {shards[name]: copies[name] for name in shards if name in copies})
+
+
+def _listing(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def _names_left(tier: LocalTier, manifest: Manifest) -> list[str]:

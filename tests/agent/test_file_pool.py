@@ -17,8 +17,11 @@ import pytest
 from resiliency.agent import file_pool, reader_watch
 from resiliency.agent.file_pool import FilePool
 from resiliency.agent.messages import FileReady
-from resiliency.storage.change_times import change_in_order
+from resiliency.storage.change_times import newer_than_before
+from resiliency.storage.known_files import remember
 from resiliency.storage.names import read_name
+from resiliency.storage.shard_file import Identity
+from resiliency.storage.step_id import StepId
 from resiliency.storage.stock import is_stock
 from resiliency.storage.tiers._source import Source
 from resiliency.storage.tiers.local import LocalTier, fsync_file
@@ -26,6 +29,7 @@ from tests.agent.sealing import config_for
 
 SIZE = 2 << 20
 MARK = b"bytes of the deleted step"
+IDENTITY = Identity(id=StepId(1, 1, "0a0b0c"), run="run", rank=0, world_size=1, replicated=True)
 
 
 class Pool(FilePool):
@@ -190,10 +194,12 @@ def test_what_this_library_does_with_a_file_is_not_reading(make: Callable[..., P
     fsync_file(str(path))
     with Source(str(path), where="", key="") as source:
         assert source.nbytes == SIZE
-    change_in_order([str(path)])
+    with newer_than_before(str(path)):
+        pass
+    remember(str(path), IDENTITY)
     name = tmp_path / "local" / "best.ckpt"
     name.hardlink_to(path)
-    assert read_name(LocalTier(tmp_path / "local"), "best.ckpt") is None
+    assert read_name(LocalTier(tmp_path / "local"), "best.ckpt") == IDENTITY
     assert is_stock(str(name)), "it looked into the file"
     name.unlink()
     pool.expect(SIZE, 1)

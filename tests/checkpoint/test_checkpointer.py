@@ -43,8 +43,10 @@ from resiliency.checkpoint.save_tracker import SaveTracker
 from resiliency.errors import AgentError, ConfigError, NoCheckpointFound, ResiliencyError, Timeout
 from resiliency.inspection.by_path import load_path, locate
 from resiliency.settings import environment
+from resiliency.storage import known_files
 from resiliency.storage.interval import Interval
 from resiliency.storage.manifest import FILES_DIR
+from resiliency.storage.shard_file import IDENTITY_BYTES, read_identity
 from resiliency.storage.stage import Stage
 from resiliency.storage.stock import is_stock
 from resiliency.testing.checkpoints import QUICK, RUN, differences, make_checkpointer, make_state, run_ranks, step_dirs
@@ -652,6 +654,17 @@ def test_a_step_that_gives_way_to_a_newer_one_while_it_is_loaded_is_no_damage(
         restored = checkpointer.load()
         assert restored is not None and restored.step == 2 and len(asked) == 2
         assert differences(restored.state, make_state(2)) == []
+
+
+def test_an_agent_remembers_what_it_committed_and_need_not_open_it(checkpointer: Checkpointer, tmp_path: Path) -> None:
+    """A file that it had opened to read would not be used again."""
+    ticket = save(checkpointer, 1, names=["a.ckpt"])
+    found = known_files.recall(str(tmp_path / "c" / "a.ckpt"))
+    assert found is not None and (found.id, found.run, found.rank, found.replicated) == (ticket.id, RUN, 0, True)
+    with open(tmp_path / "c" / "a.ckpt", "rb") as file:
+        assert found == read_identity(file.read(IDENTITY_BYTES), where="")
+    os.utime(tmp_path / "c" / "a.ckpt")  # somebody has written into it
+    assert known_files.recall(str(tmp_path / "c" / "a.ckpt")) is None
 
 
 @pytest.mark.parametrize("when", ["before the rank hears of the commit", "after"])

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from resiliency.checkpoint.options import LocalTierOptions
-from resiliency.storage.change_times import change_in_order
+from resiliency.storage import change_times
+from resiliency.storage.change_times import unlink_in_order
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import RUN, make_checkpointer, make_state, save_steps
 from tests.tidying import drop_folders
@@ -37,22 +38,21 @@ def test_a_name_that_goes_on_leaves_the_older_step_the_older_one(tmp_path: Path)
     assert times[1] < times[2] < times[3]
 
 
-def test_only_the_newest_wait(tmp_path: Path) -> None:
-    paths = [tmp_path / f"{number:02d}.ckpt" for number in range(40)]
-    for path in paths[:-1]:
-        path.touch()
-    before = {path: path.stat().st_ctime_ns for path in paths[:-1]}
-    change_in_order(list(map(str, paths)))  # one of them is gone
-    assert [path for path in before if path.stat().st_ctime_ns > before[path]] == paths[-16:-1]
-    assert by_change(tmp_path)[-15:] == [path.name for path in paths[-16:-1]]
+def test_only_the_newest_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(40):
+        (tmp_path / f"{number:02d}").touch()
+        os.link(tmp_path / f"{number:02d}", tmp_path / f"{number:02d}.ckpt")
+    asked: list[int] = []
+    monkeypatch.setattr(change_times, "_change_after", lambda fd, last: asked.append(last) or last + 1)
+    unlink_in_order(str(tmp_path / f"{number:02d}") for number in (*range(40), 99))
+    assert asked == list(range(15)) and len(by_change(tmp_path)) == len(os.listdir(tmp_path)) == 40
 
 
-def test_a_clock_that_stands_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_stands_holds_nobody_up(tmp_path: Path) -> None:
     (tmp_path / "x").touch()
     os.utime(tmp_path / "x", ns=(1, 2))
-    began = time.monotonic()
-    with monkeypatch.context() as patched:
-        patched.setattr("time.time_ns", lambda: 1 << 62)
-        change_in_order([str(tmp_path / "x")])
+    with (tmp_path / "x").open() as file:
+        began = time.monotonic()
+        change_times._change_after(file.fileno(), 1 << 62)
     assert time.monotonic() - began < 5
     assert (tmp_path / "x").stat().st_mtime_ns == 2, "the time at which it was written stays"

@@ -284,13 +284,17 @@ def test_a_folder_stays_whose_step_has_a_copy_in_the_place_of_its_name(tmp_path:
     assert shards(step_dir(tmp_path, "alone", 10)) == ["shard-00000.ckpt"]
 
 
-def test_when_the_folder_goes_files_are_changed_in_the_order_of_their_steps(tmp_path: Path) -> None:
+def test_the_other_link_of_each_file_is_removed_in_the_order_of_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the times of change of the names stay in that order."""
     shutil.copy(SAMPLE / "alone=10.ckpt", tmp_path)
     restore_folders(LocalTier(tmp_path), "alone")
-    save_steps(tmp_path, 30, run="alone", name="a.ckpt")
+    save_steps(tmp_path, 30, run="alone", name="new.ckpt")
+    seen: list[str] = []
+    monkeypatch.setattr("resiliency.storage.single_files.unlink_in_order", lambda paths, copies: seen.extend(paths))
     assert drop_folders(LocalTier(tmp_path), "alone") == ""
-    by_change = sorted(tmp_path.glob("*.ckpt"), key=lambda path: path.stat().st_ctime_ns)
-    assert [path.name for path in by_change] == ["alone=10.ckpt", "a.ckpt"]
+    assert [os.path.basename(path) for path in seen] == ["shard-00000.ckpt", "shard-00000.shard"]
 
 
 def test_the_entry_of_another_ranks_shard_is_named_as_its_version_names_shards() -> None:

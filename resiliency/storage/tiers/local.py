@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import BinaryIO
 
-from resiliency.regular_file import open_own
+from resiliency.regular_file import open_own, opened
 from resiliency.storage.tiers._file_writer import FileWriter
 from resiliency.storage.tiers._keys import check_key, check_prefix, check_range, is_partial, partial_name
 from resiliency.storage.tiers._os_errors import tier_error
@@ -439,7 +439,7 @@ class LocalTier:
         path = self.path(key)
         with self._errors("read", key):
             try:
-                file: BinaryIO | None = os.fdopen(open_own(path), "rb")
+                file: BinaryIO | None = opened(path)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 file = None
         if file is None:

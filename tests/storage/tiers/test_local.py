@@ -147,7 +147,7 @@ def test_os_errors_of_a_put(tier: LocalTier, monkeypatch: pytest.MonkeyPatch, ca
         assert files(tier.root) == {"a/k"} and tier.read("a/k") == b"old"
 
 
-@pytest.mark.parametrize(("call", "verb"), [("scandir", "list"), ("unlink", "delete"), ("open_own", "read")])
+@pytest.mark.parametrize(("call", "verb"), [("scandir", "list"), ("unlink", "delete"), ("opened", "read")])
 def test_os_errors_of_the_other_verbs(tier: LocalTier, monkeypatch: pytest.MonkeyPatch, call: str, verb: str) -> None:
     tier.put_bytes("a/k", b"old")
     verbs: dict[str, Callable[[], object]] = {
@@ -158,7 +158,7 @@ def test_os_errors_of_the_other_verbs(tier: LocalTier, monkeypatch: pytest.Monke
     # ENOTDIR means to these verbs that there is nothing, which test_a_missing_key_raises_file_not_found covers.
     for code in [*RETRYABLE, *HOPELESS[:3]]:
         with monkeypatch.context() as patch:
-            patch.setattr(local if call == "open_own" else os, call, failing(code))
+            patch.setattr(local if call == "opened" else os, call, failing(code))
             with pytest.raises(TierError) as caught:
                 verbs[verb]()
         assert caught.value.retryable == (code in RETRYABLE), str(caught.value)
