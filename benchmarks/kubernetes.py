@@ -23,15 +23,22 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from resiliency.testing.zygote import Zygote
 from tests.cluster.client import wait_for
 from tests.cluster.control_plane import ControlPlane
 from tests.cluster.rig import Rig
 from tests.cluster.simulated_release import SimulatedJob, SimulatedRelease
-from tests.zygote import make_zygote
 
 __all__ = ["Figures", "main", "measure"]
 
 _DEADLINE_S = 900.0
+#: What a supervisor imports, and nothing else: the tests' fork server has torch, whose memory would count.
+_PRELOAD = (
+    "aiohttp.web",
+    "tests.supervisor.supervisor_command",
+    "resiliency.cli.supervisor",
+    "resiliency.supervisor.service",
+)
 _CONFIRMED_S, _WRITES, _MEMORY_BYTES = 5.0, 2, 300_000_000
 
 
@@ -69,7 +76,7 @@ def measure(*, nodes: int = 1000, period_s: float = 5.0, steady_s: float = 60.0)
         root = Path(folder)
         with (
             ControlPlane(root / "control-plane") as cluster,
-            make_zygote(root / "log") as forks,
+            Zygote(_PRELOAD, log=str(root / "log"), path=[str(Path(__file__).parents[1])]) as forks,
         ):
             settings = {
                 "heartbeat_polling_period_s": period_s,
