@@ -29,7 +29,7 @@ from tests.e2e.chaos.models import MODELS, Model, digest
 REFUSED = 3
 _AGREE = timedelta(seconds=10)
 #: Waits of the library that are minutes in a real job, so that what follows them happens in a short run.
-_SHORTER = ((agent_client, "_STOPPED_S", 0.4), (agent_client, "_LOOK_S", 0.1), (engine, "_HUNG_S", 1.5))
+_SHORTER = ((agent_client, "_HELLO_TIMEOUT_S", 1.0), (engine, "_HUNG_S", 1.5))
 #: How long a child that the user's code forked may hold what it has.
 _CHILD_S = 2.0
 
