@@ -791,7 +791,8 @@ class Controller:
         counts = Counter(filter(None, jobs.values()))
         if not counts or counts.keys() == {workload.job}:
             return hosts
-        job = workload.job
+        # Not noted yet in the moment after the start.
+        job = workload.job or next(filter(None, map(self._job_of, workload.places)), "")
         if not job or all(self._job_of(host.name) != job for host in self._sensor.hosts()):
             # It has no hosts, or they are no more. The first job that is whole, else the one that most has come of.
             others = {

@@ -427,6 +427,7 @@ class Service:
         self._take_out(now_s)
         if self.leads():
             self._tell_of_ends(now_s)
+            self._begin_submitted()
         ended = [name for name in self._gone if (one := self._heard.get(name)) is None or one.link is None]
         for name in [*self.sensor.forgotten(now_s), *ended]:
             if placed(name) is None:
@@ -456,7 +457,7 @@ class Service:
     def _tell_of_ends(self, now_s: float) -> None:
         """Has the cluster keep which workloads were stopped, and fail the jobs that were given up, until it has."""
         workloads, jobs = self.controller.workloads.values(), {each.job for each in self._facts.values()}
-        for job in jobs & self._kept.keys():
+        for job in jobs & self._kept.keys() & {each.job for each in workloads}:  # of others it stays
             if (text := ends_text(each for each in workloads if each.job == job)) != self._kept[job]:
                 self._actuator.keep(job, text, now_s)
         if self.ended is None or self.decided.all_is_done:
@@ -496,9 +497,6 @@ class Service:
                     self.controller.note_job(name, *jobs)  # it never had hosts, and these were there for it
         if self.decided.all_is_done != was_done:
             concerned.update(self._heard)  # hosts without a place may end too, or are wanted again
-            for facts in list(self._facts.values()):
-                if self.decided.all_is_done and facts.host in self._heard and not facts.unwanted:
-                    self._begin_submitted(facts)  # a job that has waited for the end of the one before
         self._asks = self.decided.asks()
         self._answers = {
             key: value
@@ -869,7 +867,6 @@ class Service:
             detail = f"its pod was deleted (node {facts.node})"
             self._observe(Observation(kind=ObservationKind.HOST_UNHEALTHY, host=host, detail=detail))
             return
-        self._begin_submitted(facts)
         if facts.unwanted and not is_cordoned:
             self.sensor.cordon(host, _BY_CLUSTER + facts.unwanted, now_s)
             self._observe(Observation(kind=ObservationKind.DRAIN, host=host, detail=facts.unwanted))
@@ -878,16 +875,35 @@ class Service:
             self._check(host, now_s)
         self._due.set()
 
-    def _begin_submitted(self, facts: HostFacts) -> None:
-        """Begins ended workloads again when a host comes that belongs to another job than theirs: the user has
-        submitted it anew."""
+    def _begin_submitted(self) -> None:
+        """Begins ended workloads again for hosts of another job than theirs, which the user has submitted since; once
+        the hosts of the one before have been told of their end, and have left."""
         for spec in self.settings.workloads:
             known = self.controller.workloads.get(spec.name)
-            if known is not None and known.state.has_ended and known.job and facts.job not in ("", known.job):
-                logger.warning("%s was %s, and is begun again: %s is of a new job", spec.name, known.state, facts.host)
+            if known is None or not known.state.has_ended or not known.job:
+                continue
+            there = [facts for facts in self._facts.values() if self._is_connected(facts.host) and facts.job]
+            is_over = all(facts.job != known.job for facts in there)
+            if not is_over and not (known.by_hand and self._was_stopped(known.job, spec.name)):
+                continue
+            submitted = {each.job for each in there if each.job != known.job and not each.unwanted}
+            job = min((one for one in submitted if not self._was_stopped(one, spec.name)), default="")
+            if job:
+                logger.warning("%s was %s, and is begun again: job %s is a new one", spec.name, known.state, job)
                 self.controller.add(spec, self._clock())
-                self.controller.note_job(spec.name, facts.job)
+                self.controller.note_job(spec.name, job)
                 self._due.set()
+
+    def _is_connected(self, host: str) -> bool:
+        heard = self._heard.get(host)
+        return heard is not None and heard.link is not None
+
+    def _was_stopped(self, job: str, workload: str) -> bool:
+        """Whether the cluster keeps with a job that a workload was stopped there."""
+        try:
+            return any(end.workload == workload for end in ends_of(self._kept.get(job, "")))
+        except ValueError:  # not our words; it was logged, and is replaced
+            return False
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -303,9 +303,9 @@ class Whole:
         self.submitted = job
         assert self.service is not None
         for name in self.hosts:
-            self.service.cluster_says(
-                HostFacts(host=name, node=f"n-{name}", job=self.others.get(name, job), ended=self.kept)
-            )
+            of = self.others.get(name, job)
+            ended = self.kept if of == job else ""
+            self.service.cluster_says(HostFacts(host=name, node=f"n-{name}", job=of, ended=ended))
 
     # -- the supervisor -----------------------------------------------------------------------------------------------
 

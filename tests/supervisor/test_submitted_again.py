@@ -88,6 +88,10 @@ def test_a_job_that_waits_for_the_end_of_another_is_begun_then(crowded: Whole) -
     stop(crowded)
     crowded.until(lambda: crowded.job.state is WorkloadState.RUNNING and crowded.job.job == "second")
     assert set(crowded.job.places) == crowded.others.keys()
+    generation = crowded.job.generation
+    stop(crowded)
+    crowded.pass_time(10.0)
+    assert crowded.job.generation == generation, "the one that was stopped first is not begun again"
 
 
 def test_two_jobs_that_come_together_are_not_mixed() -> None:
