@@ -262,8 +262,11 @@ class _AsCluster(NoCluster):
         return ""
 
     async def keep(self, job: str, text: str) -> str:
-        self._whole.kept = text
-        self._whole.is_of(job)
+        if job in self._whole.others.values():
+            self._whole.kept_with_others[job] = text
+        else:
+            self._whole.kept = text
+        self._whole.is_of(self._whole.submitted)
         return ""
 
 
@@ -296,6 +299,7 @@ class Whole:
         self.submitted = ""
         #: Hosts that are of another job than the rest.
         self.others: dict[str, str] = {}
+        self.kept_with_others: dict[str, str] = {}
         self.start()
 
     def is_of(self, job: str) -> None:
@@ -304,7 +308,7 @@ class Whole:
         assert self.service is not None
         for name in self.hosts:
             of = self.others.get(name, job)
-            ended = self.kept if of == job else ""
+            ended = self.kept if of == job else self.kept_with_others.get(of, "")
             self.service.cluster_says(HostFacts(host=name, node=f"n-{name}", job=of, ended=ended))
 
     # -- the supervisor -----------------------------------------------------------------------------------------------
