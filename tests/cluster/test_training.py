@@ -56,7 +56,7 @@ def test_a_node_dies_and_its_ranks_train_on_a_spare(rig: Rig, tmp_path: Path) ->
     release.until_nothing_is_left()
 
 
-@pytest.mark.nightly
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_without_a_spare_it_trains_with_fewer_hosts_until_the_node_is_back(rig: Rig, tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
@@ -66,6 +66,8 @@ def test_without_a_spare_it_trains_with_fewer_hosts_until_the_node_is_back(rig: 
     node.kill()
     wait_for("one host trains", lambda: release.status()["workloads"][0]["replicas"] == 1)
     release.until_attempt_after(1)
+    # Which no rank has waited for.
+    wait_for("the cordon", lambda: release.cluster.get(f"/api/v1/nodes/{node.name}")["spec"].get("unschedulable"))
     node.reboot()
     release.cluster.kubectl("uncordon", node.name)
     wait_for("both train", lambda: release.status()["workloads"][0]["replicas"] == 2)
