@@ -43,6 +43,8 @@ _DEATH_S = 0.2
 _UNDELIVERED = 64
 #: Seconds that ranks of an earlier attempt may stay connected before a new attempt is refused.
 _OLD_CLIENTS_S = 20.0
+#: Seconds that the thread that accepts connections gets to end, once the socket is shut.
+_ACCEPT_END_S = 10.0
 
 
 class AgentServer:
@@ -72,6 +74,7 @@ class AgentServer:
         self._had_client = False
         self._ended = False
         self._stopped = False
+        self._accepting = threading.Thread(target=self._accept, name="resiliency-agent-accept", daemon=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         if listening:
             self.listen()
@@ -112,13 +115,15 @@ class AgentServer:
             self._run()
         finally:
             _shut(self._listener)
+            if self._accepting.ident is not None:
+                self._accepting.join(_ACCEPT_END_S)
             if self._agent is not None:
                 self._agent.close()
             if self._events is not None:
                 self._events.close()
 
     def _run(self) -> None:
-        threading.Thread(target=self._accept, name="resiliency-agent-accept", daemon=True).start()
+        self._accepting.start()
         started = time.monotonic()
         with self._lock:
             while not self._had_client and not self._stopped:
