@@ -18,6 +18,7 @@ import base64
 import enum
 import io
 import json
+import math
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.futures import Future
 
@@ -46,7 +47,7 @@ from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord
 from resiliency.storage.shard_file import IN_FOLDER, STOCK_METADATA
 from resiliency.storage.stage import Stage
 
-__all__ = ["StorageReader", "StorageWriter", "load_folder"]
+__all__ = ["StorageReader", "StorageWriter", "check_folder", "load_folder", "write_plan_of"]
 
 
 class StorageWriter(stock.StorageWriter):
@@ -105,25 +106,10 @@ class StorageWriter(stock.StorageWriter):
             ConfigError: something cannot be stored.
             ResiliencyError, Timeout: the step is not committed.
         """
-        chunks: list[WriteChunk] = []
-        objects: dict[str, bytes] = {}
-        results: list[stock.WriteResult] = []
-        for item in plan.items:
-            data = planner.resolve_data(item)
-            box = item.tensor_data
-            if not isinstance(data, Tensor):
-                objects[item.index.fqn] = data.getvalue()
-                nbytes = len(objects[item.index.fqn])
-            elif box is not None:
-                offsets, shape = tuple(box.chunk.offsets), tuple(box.size)
-                chunks.append(WriteChunk(key=_key(item.index.fqn), tensor=data, offsets=offsets, shape=shape))
-                nbytes = data.nbytes
-            results.append(stock.WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=None))
-        found = getattr(planner, "metadata", None)  # the coordinator's planner has it
-        paths = found.planner_data if isinstance(found, Metadata) else None
+        planned = write_plan_of(plan, planner)
         ticket = self._checkpointer.save(
             self._step,
-            _PlannedSave(chunks=chunks, objects=objects, paths=paths),
+            planned,
             names=self._names,
             **self._arguments,
         )
@@ -132,12 +118,40 @@ class StorageWriter(stock.StorageWriter):
                 f"step {self._step} was not saved, because the save before it was not recorded in time"
             )
         ticket.wait(Stage.COMMITTED, timeout=self._timeout)
+        results = [stock.WriteResult(item.index, _nbytes(item, planned), None) for item in plan.items]
         done: Future[list[stock.WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[stock.WriteResult]]) -> None:
         """Does nothing: the step is committed."""
+
+
+def write_plan_of(plan: SavePlan, planner: SavePlanner) -> WritePlan:
+    """What DCP's planner has planned for this rank, as a :class:`WritePlan`. Its tensors are the live ones.
+
+    Raises:
+        ConfigError: something cannot be stored.
+    """
+    chunks: list[WriteChunk] = []
+    objects: dict[str, bytes] = {}
+    for item in plan.items:
+        data = planner.resolve_data(item)
+        box = item.tensor_data
+        if not isinstance(data, Tensor):
+            objects[item.index.fqn] = data.getvalue()
+        elif box is not None:
+            offsets, shape = tuple(box.chunk.offsets), tuple(box.size)
+            chunks.append(WriteChunk(key=_key(item.index.fqn), tensor=data, offsets=offsets, shape=shape))
+    found = getattr(planner, "metadata", None)  # the coordinator's planner has it
+    paths = found.planner_data if isinstance(found, Metadata) else None
+    return _PlannedSave(chunks=chunks, objects=objects, paths=paths)
+
+
+def _nbytes(item: WriteItem, planned: WritePlan) -> int:
+    if item.tensor_data is None:
+        return len(planned.objects[item.index.fqn])
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 def _key(fqn: str) -> str:
@@ -192,6 +206,14 @@ class StorageReader(FileSystemReader):
         self._records, self._good = {}, set()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        described = self._files_beside().get(STOCK_METADATA)
+        if described is None:
+            raise NoCheckpointFound(f"{self.path} has no form that torch's distributed checkpoint reads")
+        found: Metadata = _MetadataUnpickler(io.BytesIO(described)).load()
+        return found
+
+    def _files_beside(self) -> dict[str, bytes]:
+        """What lies beside the shards, as shard 0 holds it: file name -> its bytes."""
         first = next(iter(self._load_records()))
         record, where = self._records[first], os.path.join(self.path, first)
         end = record.sections[-1] if record.sections else 0
@@ -202,12 +224,32 @@ class StorageReader(FileSystemReader):
                 file.seek(start)
                 return file.read(end - start)
 
-            entry = read_directory(read, record.nbytes, where=where).get(IN_FOLDER + STOCK_METADATA)
-            if entry is None:
-                raise NoCheckpointFound(f"{self.path} has no form that torch's distributed checkpoint reads")
-            described = read(entry.start, entry.end)
-        found: Metadata = _MetadataUnpickler(io.BytesIO(described)).load()
-        return found
+            entries = read_directory(read, record.nbytes, where=where)
+            return {
+                name.removeprefix(IN_FOLDER): read(entry.start, entry.end)
+                for name, entry in entries.items()
+                if name.startswith(IN_FOLDER)
+            }
+
+    def check(self, *, part: int = 0, parts: int = 1) -> None:
+        """Compares every byte of the step with its digest; of the shards only each ``parts``-th, from ``part`` on.
+
+        Raises:
+            NoCheckpointFound, CorruptShard: as the class.
+        """
+        for file in list(self._load_records())[part::parts]:
+            self._check(file, 0, self._records[file].nbytes)
+        if part:
+            return
+        for name, data in self._files_beside().items():
+            where = os.path.join(self.path, name)
+            try:
+                with open(where, "rb") as beside:
+                    found = beside.read()
+            except FileNotFoundError:
+                raise CorruptShard(f"{where} is missing", path=where) from None
+            if found != data:
+                raise CorruptShard(f"{where} is damaged: it is not what the step's first shard says", path=where)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._load_records()  # DCP asks one rank for the metadata
@@ -297,6 +339,38 @@ def load_folder(path: str | os.PathLike[str], *, into: dict[str, Any] | None = N
             raise ours_first from error
         raise ConfigError(f"{os.fspath(path)} does not fit: {causes[0]}") from error
     return state
+
+
+def check_folder(path: str | os.PathLike[str]) -> bool:
+    """Compares a sharded step of this library with its digests; each rank reads its share of the files.
+
+    Collective: over the default process group, if there is one. Blocks: for reading.
+
+    Returns:
+        False when the folder is none of this library, and nothing can be compared.
+
+    Raises:
+        CorruptShard: on all ranks, when any of them has found damage; names the file.
+    """
+    rank, world_size = 0, 1
+    if torch.distributed.is_initialized():
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    found: CorruptShard | None = None
+    ours = os.path.exists(os.path.join(path, MANIFEST))
+    try:
+        if ours:
+            StorageReader(path).check(part=rank, parts=world_size)
+    except CorruptShard as error:
+        found = error
+    if world_size > 1:
+        everywhere: list[tuple[str, str] | None] = [None] * world_size
+        torch.distributed.all_gather_object(everywhere, found and (str(found), found.path))
+        first = next((one for one in everywhere if one is not None), None)
+        if found is None and first is not None:
+            found = CorruptShard(first[0], path=first[1])
+    if found is not None:
+        raise found
+    return ours
 
 
 class _StockReader(FileSystemReader):
