@@ -106,11 +106,15 @@ def can_make_namespaces() -> bool:
     return True
 
 
+#: Of the virtual environment with real NeMo, which `make nemo-setup` makes.
+NEMO_PYTHON = Path(__file__).parents[1] / ".venv-nemo" / "bin" / "python"
+
 #: Markers whose tests must run; they fail where they cannot. CI names those of which it knows how to get what they need.
 REQUIRED = os.environ.get("RESILIENCY_TESTS_REQUIRE", "").split(",")
 NEEDS = {
     "gpu": ("CUDA", _has_cuda),
     "browser": ("Chromium", lambda: find_chromium() is not None),
+    "nemo": ("NeMo (`make nemo-setup`, `make test-nemo`)", NEMO_PYTHON.with_name(".setup-done").exists),
     "namespaces": ("root, and a kernel with network namespaces, veth pairs and bridges", can_make_namespaces),
     "mounts": ("root, loop devices, btrfs-progs and xfsprogs", can_mount),
 }

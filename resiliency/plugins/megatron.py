@@ -1,0 +1,278 @@
+"""Saves megatron-core's distributed checkpoints with the checkpoint engine: a save strategy for every loop that calls
+``megatron.core.dist_checkpointing``.
+
+::
+
+    strategy = MegatronSaveStrategy()
+    dist_checkpointing.save(state, f"{folder}/iter_{step:07d}", sharded_strategy=strategy)
+
+Megatron's own planner says what each rank writes: main replicas, prepended axes, ShardedObjects and factories are its
+work. The engine writes it, and the folder is one that stock megatron-core reads: ``.metadata``, a ``.distcp`` file for
+each rank, ``common.pt`` and ``metadata.json``. All of them appear when the step is committed.
+
+Needs megatron-core (0.13 to 0.16 were run). Importing this module imports it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import logging
+import os
+import re
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
+from megatron.core.dist_checkpointing.strategies import torch as megatron
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCaller, AsyncCallsQueue, AsyncRequest
+
+from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.checkpoint.dcp import check_folder, write_plan_of
+from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
+from resiliency.checkpoint.ticket import Ticket
+from resiliency.errors import ConfigError, ResiliencyError
+from resiliency.storage.shard_file import STOCK_METADATA
+from resiliency.storage.stage import Stage
+
+__all__ = ["CommitQueue", "MegatronLoadStrategy", "MegatronSaveStrategy"]
+
+logger = logging.getLogger(__name__)
+
+#: Folder of a NeMo checkpoint in which Megatron's files are.
+_WEIGHTS = "weights"
+#: Written by megatron-core on rank 0 before it calls the strategy (before 0.19, which has it among the objects).
+_COMMON = "common.pt"
+_CONFIG = "metadata.json"
+_ITERATION = re.compile(r"(?:iter_|step=)(\d+)")
+
+
+class MegatronSaveStrategy(megatron.TorchDistSaveShardedStrategy):
+    """Writes the sharded part of a Megatron checkpoint through the checkpoint engine. Make one for a whole run.
+
+    The functions of an asynchronous request run when the step is committed on all hosts, see :class:`CommitQueue`.
+
+    Thread: training. Collective: every rank calls it; ranks exchange a digest of what each of them writes.
+
+    Args:
+        directory: in which the checkpoints lie; None: the folder above each checkpoint (of NeMo: above the one that
+            holds ``weights``).
+        run, options, remotes: as for :class:`~resiliency.Checkpointer`.
+        lazy: copy large tensors of an asynchronous save in the background, until an optimizer's step begins. Nothing
+            else may change them until then (``overlap_param_gather`` does). False: copy before ``async_save`` returns.
+        timeout: most time that a rank waits for the commit of one save.
+        keep_only_main_replica: as for the stock strategy.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: str | os.PathLike[str] | None = None,
+        run: str | None = None,
+        options: CheckpointerOptions | None = None,
+        remotes: Sequence[RemoteTierOptions] = (),
+        lazy: bool = False,
+        timeout: timedelta = timedelta(minutes=10),
+        keep_only_main_replica: bool = True,
+    ) -> None:
+        super().__init__("torch_dist", 1, keep_only_main_replica)
+        self._directory = None if directory is None else os.path.abspath(directory)
+        self._run, self._options, self._remotes, self._timeout = run, options, tuple(remotes), timeout
+        self._engine: Checkpointer | None = None
+        self._close: Callable[[], object] = lambda: None
+        #: Names that the run's steps have; those whose folder somebody has deleted are deleted from the engine, too.
+        self._names: dict[str, Ticket | None] = {}
+        self.lazy = lazy
+        #: Number of the step that is saved next; None: it follows from the name of the folder.
+        self.step: int | None = None
+        #: Saves so far. Megatron replaces strategies that it does not know in silence; then this stays 0.
+        self.calls = 0
+
+    # -- what megatron-core calls -------------------------------------------------------------------------------------
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
+        """Saves, and returns when the step is committed. Blocks: until then.
+
+        Raises:
+            ConfigError: the state cannot be stored.
+            ResiliencyError, Timeout: the step is not committed.
+        """
+        self._start(sharded_state_dict, checkpoint_dir, lazy=False).wait(Stage.COMMITTED, timeout=self._timeout)
+
+    def async_save(
+        self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *_: Any, **__: Any
+    ) -> AsyncRequest:
+        """Returns a request whose first function waits for the commit. Blocks: while it copies what is not lazy."""
+        ticket = self._start(sharded_state_dict, checkpoint_dir, lazy=self.lazy)
+        return AsyncRequest(None, (), [_Commit(self, ticket, self._timeout)])
+
+    # -- the engine ---------------------------------------------------------------------------------------------------
+
+    def _start(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, lazy: bool) -> Ticket:
+        self.calls += 1
+        folder = os.path.abspath(checkpoint_dir)
+        engine = self._open(folder)
+        name = os.path.relpath(folder, engine.directory)
+        if name.startswith(os.pardir) or name == os.curdir:
+            raise ConfigError(
+                f"the checkpoint {folder} is not in {engine.directory}; pass MegatronSaveStrategy(directory=...)"
+            )
+        step = self._step_of(name, engine)
+        self._forget_deleted(engine)
+        plan = self._planned(sharded_state_dict)
+        beside = _files_of_rank_0(folder, self.backend, self.version) if torch.distributed.get_rank() == 0 else {}
+        ticket = engine.save(step, plan, names=[name], beside=beside, lazy=lazy)
+        if ticket is None and engine.flush(Stage.COMMITTED, timeout=self._timeout):
+            ticket = engine.save(step, plan, names=[name], beside=beside, lazy=lazy)
+        if ticket is None:
+            raise ResiliencyError(f"{folder} is not saved: the save before it was not committed within {self._timeout}")
+        self._names[name] = ticket
+        return ticket
+
+    def _planned(self, sharded_state_dict: Any) -> Any:
+        flat, _, _ = megatron._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        state = megatron.mcore_to_pyt_state_dict(flat, False)
+        planner = _planner(self.keep_only_main_replica)
+        planner.set_up_planner(state, None, torch.distributed.get_rank() == 0)
+        return write_plan_of(planner.finish_plan(planner.create_local_plan()), planner)
+
+    def _open(self, folder: str) -> Checkpointer:
+        above = os.path.dirname(folder)
+        directory = self._directory or (os.path.dirname(above) if os.path.basename(folder) == _WEIGHTS else above)
+        if self._engine is not None and self._engine.directory != directory:
+            self.close()
+        if self._engine is None:
+            engine = Checkpointer(
+                LocalTierOptions(directory=directory, keep=1),  # and those that have a name
+                remotes=self._remotes,
+                run=self._run,
+                rank=torch.distributed.get_rank(),
+                world_size=torch.distributed.get_world_size(),
+                options=self._options,
+            )
+            self._names = {name: None for _, names in engine.steps() for name in names}
+            self._engine, self._close = engine, weakref.finalize(self, engine.close)
+        return self._engine
+
+    def _step_of(self, name: str, engine: Checkpointer) -> int:
+        step, self.step = self.step, None
+        if step is not None:
+            return step
+        numbers = _ITERATION.findall(name)
+        return int(numbers[-1]) if numbers else max((known.step for known, _ in engine.steps()), default=-1) + 1
+
+    def _forget_deleted(self, engine: Checkpointer) -> None:
+        """Megatron, NeMo and people delete folders of checkpoints by themselves: their bytes go with them."""
+        gone = [
+            name
+            for name, ticket in self._names.items()
+            if (ticket is None or ticket.has_reached(Stage.COMMITTED))
+            and not os.path.exists(os.path.join(engine.directory, name, STOCK_METADATA))
+        ]
+        if gone:
+            engine.delete(*gone)
+            for name in gone:
+                del self._names[name]
+
+    def is_done(self, ticket: Ticket) -> bool:
+        """True when the save is committed, or has failed. Blocks: no."""
+        if self._engine is not None:
+            self._engine.poll()
+        return ticket.has_reached(Stage.COMMITTED) or ticket.is_hopeless(Stage.COMMITTED)
+
+    def close(self) -> None:
+        """Waits until the saves are durable, and closes the engine. Idempotent. Not collective."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._forget_deleted(engine)
+        self._close()
+
+
+class _Commit:
+    """The first function of an asynchronous request: waits for the commit."""
+
+    def __init__(self, strategy: MegatronSaveStrategy, ticket: Ticket, timeout: timedelta) -> None:
+        self._strategy, self._ticket, self._timeout = strategy, ticket, timeout
+
+    def is_done(self) -> bool:
+        return self._strategy.is_done(self._ticket)
+
+    def __call__(self) -> None:
+        self._ticket.wait(Stage.COMMITTED, timeout=self._timeout)
+
+
+class CommitQueue(AsyncCallsQueue):
+    """Megatron's queue of asynchronous saves, for those of :class:`MegatronSaveStrategy`: a request is done when its
+    step is committed, which Megatron's own queue would wait for on the training thread. No process is forked."""
+
+    def schedule_async_request(self, async_request: AsyncRequest) -> int:
+        self._next = async_request.finalize_fns[0]
+        return int(super().schedule_async_request(async_request))
+
+    def _get_async_caller(self) -> AsyncCaller:
+        return _CommitCaller(self._next)
+
+
+class _CommitCaller(AsyncCaller):
+    def __init__(self, commit: _Commit) -> None:
+        self._commit = commit
+
+    def schedule_async_call(self, async_req: AsyncRequest) -> None:
+        pass  # the engine has begun
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+        """Collective: yes, unless ``no_dist``: the functions of a request run on all ranks after the same step."""
+        if blocking:
+            return True  # its first function waits
+        done = self._commit.is_done()
+        return done if no_dist else bool(self.sync_all_async_calls(int(not done)))
+
+    def close(self, abort: bool = False) -> None:
+        pass
+
+    def __del__(self) -> None:
+        pass  # the base class raises
+
+
+class MegatronLoadStrategy(megatron.TorchDistLoadShardedStrategy):
+    """Loads a Megatron checkpoint after comparing it with its digests, if the engine wrote it; each rank compares its
+    share of the files. Checkpoints that others wrote are loaded as they are.
+
+    Collective: yes. Blocks: for reading.
+    """
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        """
+        Raises:
+            CorruptShard: bytes are damaged or missing, on all ranks; names the file.
+        """
+        check_folder(checkpoint_dir)
+        return super().load(sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+
+def _planner(keep_only_main_replica: bool) -> Any:
+    wanted = {
+        "dedup_replicated_tensors": not keep_only_main_replica,
+        "flatten_state_dict": False,
+        "flatten_sharded_tensors": False,
+    }
+    known = inspect.signature(megatron.MCoreSavePlanner.__init__).parameters
+    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
+    return megatron.MCoreSavePlanner(**{key: value for key, value in wanted.items() if takes_all or key in known})
+
+
+def _files_of_rank_0(folder: str, backend: str, version: int) -> Mapping[str, bytes]:
+    """What belongs to the checkpoint besides the sharded part, and is committed with it."""
+    config = dataclasses.asdict(CheckpointingConfig(backend, version))
+    files = {_CONFIG: json.dumps(config).encode()}
+    common = os.path.join(folder, _COMMON)
+    if os.path.exists(common):
+        with open(common, "rb") as file:
+            files[_COMMON] = file.read()
+    return files

@@ -1,0 +1,180 @@
+"""Real NeMo with its checkpoints through the engine: NeMo's own ``ModelCheckpoint`` and ``AutoResume`` on top."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import NEMO_PYTHON
+from tests.ports import free_port
+
+pytestmark = [pytest.mark.nemo, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 240.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the processes of a run told.
+
+    Attributes:
+        losses: global step -> its loss.
+        resumed: folder that the run resumed; "": none.
+        start: first global step.
+    """
+
+    losses: dict[int, float]
+    resumed: str
+    start: int
+    said: str
+
+
+def start(
+    folder: Path, *, ranks: int = 1, env: dict[str, str] | None = None, **options: Any
+) -> list[subprocess.Popen[str]]:
+    """Starts the ranks of a run, each in a process group of its own."""
+    placed = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    common = {
+        "TORCHDYNAMO_DISABLE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "GROUP_RANK": "0",
+        "NODE_RANK": "0",
+    }
+    common |= {"TORCHELASTIC_RUN_ID": "nemo", "TORCHELASTIC_RESTART_COUNT": "0"}
+    command = [
+        str(NEMO_PYTHON),
+        "-W",
+        "ignore",
+        str(Path(__file__).with_name("nemo_job.py")),
+        json.dumps({"out": str(folder), **options}),
+    ]
+    processes = []
+    for rank in range(ranks):
+        own = {**placed, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+        processes.append(
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, **common, **own, **(env or {})},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+    return processes
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
+    """What the processes print until they end, or are ended."""
+    try:
+        return [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def fit(folder: Path, *, ranks: int = 1, **options: Any) -> Run:
+    processes = start(folder, ranks=ranks, **options)
+    said = finish(processes)
+    assert [process.returncode for process in processes] == [0] * ranks, said[0][-6000:]
+    lines = [json.loads(line[5:]) for line in said[0].splitlines() if line.startswith("NEMO ")]
+    return Run(
+        losses={line["step"]: line["loss"] for line in lines if "step" in line},
+        resumed=next(line["resumes"] for line in lines if "resumes" in line),
+        start=next(line["start"] for line in lines if "start" in line),
+        said="\n".join(said),
+    )
+
+
+def checkpoints(folder: Path) -> dict[str, list[str]]:
+    """Name of each checkpoint -> its files and folders; of other things in NeMo's folder the name alone."""
+    return {
+        path.name: sorted(os.listdir(path)) if path.is_dir() else []
+        for path in (folder / "run" / "checkpoints").iterdir()
+        if path.name != ".resiliency"
+    }
+
+
+def steps_kept(folder: Path) -> int:
+    """Number of steps whose bytes are on the disk."""
+    return len(list((folder / "run" / "checkpoints").glob(".resiliency/*/steps/*")))
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run, Run]:
+    """NeMo alone: four steps, and four more."""
+    folder = tmp_path_factory.mktemp("stock")
+    return folder, fit(folder, ours=False), fit(folder, ours=False, steps=8)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_run_is_that_of_nemo_alone_and_so_is_its_resume(
+    tmp_path: Path, stock: tuple[Path, Run, Run], asynchronous: bool
+) -> None:
+    folder, first, second = stock
+    assert fit(tmp_path, asynchronous=asynchronous).losses == first.losses
+    copy = tmp_path.with_name(tmp_path.name + "-copy")
+    shutil.copytree(tmp_path, copy)
+    resumed = fit(tmp_path, asynchronous=asynchronous, steps=8)
+    assert resumed.resumed.endswith("-last/weights") and resumed.start == 4
+    assert resumed.losses == second.losses
+    assert checkpoints(tmp_path) == checkpoints(folder)
+    assert steps_kept(tmp_path) == len(checkpoints(tmp_path)), "what NeMo deletes takes no space"
+    # The same folder without this library.
+    assert fit(copy, ours=False, steps=8).losses == second.losses
+
+
+def test_what_nemo_alone_has_written_is_resumed(tmp_path: Path, stock: tuple[Path, Run, Run]) -> None:
+    fit(tmp_path, ours=False)
+    assert fit(tmp_path, steps=8).losses == stock[2].losses
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "data parallel": {},
+    "tensor parallel": {"tensor_parallel": 2},
+    "pipeline parallel": {"pipeline_parallel": 2},
+    "distributed optimizer": {"distributed_optimizer": True, "overlap": True},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_ranks_resume_as_if_nothing_had_happened(tmp_path: Path, shape: str) -> None:
+    straight = fit(tmp_path / "straight", ranks=2, steps=8, ours=False, **SHAPES[shape])
+    first = fit(tmp_path / "ours", ranks=2, **SHAPES[shape])
+    if shape != "pipeline parallel":
+        shutil.copytree(tmp_path / "ours", tmp_path / "one")
+    second = fit(tmp_path / "ours", ranks=2, steps=8, **SHAPES[shape])
+    assert second.start == 4
+    assert {**first.losses, **second.losses} == straight.losses
+    if shape == "tensor parallel":
+        one = fit(tmp_path / "one", steps=8)
+        assert one.start == 4 and one.losses == pytest.approx(
+            {step: straight.losses[step] for step in one.losses}, abs=1e-4
+        )
+    elif shape != "pipeline parallel":
+        assert fit(tmp_path / "one", steps=8, **SHAPES[shape]).start == 4
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    fit(tmp_path)
+    (shard,) = (tmp_path / "run" / "checkpoints").glob("*-last/weights/__0_0.distcp")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 0x21
+    shard.write_bytes(data)
+    (said,) = finish(start(tmp_path, steps=8))
+    assert f"CorruptShard: {shard}: bytes" in said
+    assert '"start"' not in said
