@@ -92,17 +92,25 @@ def _why_not_fork() -> str:
 
 
 def _threads_after_a_fork() -> int:
-    """Number of threads of this process that remain after a fork. OpenBLAS, in numpy, starts threads at import, ends
-    them before any fork, and starts them again in the child."""
+    """Number of threads of this process that would be missing in a fork. OpenBLAS, in numpy, starts threads at import,
+    ends them before any fork, and starts them again in the child; jemalloc, in pyarrow, is prepared for forks too."""
     pid = os.fork()
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
     deadline = time.monotonic() + 0.2
     # A joined thread may be in this list for a moment longer, and no event tells when it is not.
-    while (threads := len(os.listdir("/proc/self/task"))) > 1 and time.monotonic() < deadline:
+    while (threads := sum(map(_is_missed, os.listdir("/proc/self/task")))) > 1 and time.monotonic() < deadline:
         time.sleep(0.005)
     return threads
+
+
+def _is_missed(thread: str) -> bool:
+    try:
+        with open(f"/proc/self/task/{thread}/comm") as name:
+            return name.read().strip() != "jemalloc_bg_thd"
+    except OSError:
+        return False  # it has ended
 
 
 def _module_folders() -> dict[str, str]:

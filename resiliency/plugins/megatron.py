@@ -22,6 +22,7 @@ import logging
 import os
 import re
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.strategies import torch as megatron
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCaller, AsyncCallsQueue, AsyncRequest
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.dcp import check_folder, write_plan_of
@@ -200,6 +201,10 @@ class _Commit:
     def __init__(self, strategy: MegatronSaveStrategy, ticket: Ticket, timeout: timedelta) -> None:
         self._strategy, self._ticket, self._timeout = strategy, ticket, timeout
 
+    @property
+    def step(self) -> int:
+        return self._ticket.step
+
     def is_done(self) -> bool:
         return self._strategy.is_done(self._ticket)
 
@@ -207,37 +212,79 @@ class _Commit:
         self._ticket.wait(Stage.COMMITTED, timeout=self._timeout)
 
 
-class CommitQueue(AsyncCallsQueue):
-    """Megatron's queue of asynchronous saves, for those of :class:`MegatronSaveStrategy`: a request is done when its
-    step is committed, which Megatron's own queue would wait for on the training thread. No process is forked."""
+class CommitQueue:
+    """Takes the place of Megatron's queue of asynchronous saves (``AsyncCallsQueue``), for requests of
+    :class:`MegatronSaveStrategy`: a request is done when its step is committed, for which Megatron's own queue would
+    wait on the training thread. No process is forked.
+
+    A save that fails (a full disk, an agent that died) is said, and training goes on: the functions of its request are
+    not run, so that its checkpoint stays marked as unfinished and what it would have replaced is kept.
+
+    Thread: training. Collective: every rank schedules the same requests, and asks at the same steps.
+    """
+
+    def __init__(self) -> None:
+        self._requests: deque[tuple[int, AsyncRequest]] = deque()
+        self._scheduled = 0
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:
-        self._next = async_request.finalize_fns[0]
-        return int(super().schedule_async_request(async_request))
+        """Returns the number of the request. The engine has begun already. Blocks: no."""
+        if not isinstance(async_request.finalize_fns[0], _Commit):
+            raise ConfigError("CommitQueue takes requests of MegatronSaveStrategy; another strategy made this one")
+        self._requests.append((self._scheduled, async_request))
+        self._scheduled += 1
+        return self._scheduled - 1
 
-    def _get_async_caller(self) -> AsyncCaller:
-        return _CommitCaller(self._next)
+    def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
+        """Runs the functions of the requests whose steps are committed, in their order, on all ranks alike.
 
+        Args:
+            blocking: wait for the commit of all.
+            no_dist: do not ask the other ranks whether they are as far.
 
-class _CommitCaller(AsyncCaller):
-    def __init__(self, commit: _Commit) -> None:
-        self._commit = commit
+        Returns:
+            Numbers of the requests whose functions were run.
+        """
+        finalized = []
+        while self._requests:
+            number, request = self._requests[0]
+            commit, *functions = request.finalize_fns
+            if not blocking and not _all_ranks(commit.is_done(), alone=no_dist):
+                break
+            self._requests.popleft()
+            problem = ""
+            try:
+                commit()
+            except ResiliencyError as error:
+                problem = str(error)
+            if not _all_ranks(not problem, alone=no_dist):
+                logger.warning(
+                    "%s; training goes on, and the checkpoints before it are kept",
+                    problem or f"the checkpoint of step {commit.step} failed on another rank",
+                )
+                continue
+            for function in functions:
+                function()
+            finalized.append(number)
+        return finalized
 
-    def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        pass  # the engine has begun
-
-    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """Collective: yes, unless ``no_dist``: the functions of a request run on all ranks after the same step."""
-        if blocking:
-            return True  # its first function waits
-        done = self._commit.is_done()
-        return done if no_dist else bool(self.sync_all_async_calls(int(not done)))
+    def get_num_unfinalized_calls(self) -> int:
+        return len(self._requests)
 
     def close(self, abort: bool = False) -> None:
-        pass
+        """Waits for all requests and runs their functions, unless ``abort``. Collective: yes."""
+        if not abort:
+            self.maybe_finalize_async_calls(blocking=True)
 
-    def __del__(self) -> None:
-        pass  # the base class raises
+
+def _all_ranks(true: bool, *, alone: bool) -> bool:
+    """True when it is true on all ranks; with ``alone``, on this one. Collective: unless ``alone``."""
+    if alone or torch.distributed.get_world_size() == 1:
+        return true
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    answer = torch.tensor([int(true)], dtype=torch.int, device=device)
+    torch.distributed.all_reduce(answer, op=torch.distributed.ReduceOp.MIN)
+    return bool(answer.item())
 
 
 class MegatronLoadStrategy(megatron.TorchDistLoadShardedStrategy):

@@ -197,13 +197,24 @@ def test_a_file_beside_the_script_with_the_name_of_a_module_is_the_one_that_is_i
     assert "fresh interpreters" in job.text and ".py beside the script" in job.text
 
 
-def test_a_preloaded_module_that_starts_a_thread_is_not_forked(launch: Any, tmp_path: Path) -> None:
-    (tmp_path / "threaded.py").write_text(
-        "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
-    )
+@pytest.mark.parametrize(("name", "forks"), [("mine", False), ("jemalloc_bg_thd", True)])
+def test_a_preloaded_module_that_starts_a_thread_is_not_forked_unless_the_thread_is_prepared(
+    launch: Any, tmp_path: Path, name: str, forks: bool
+) -> None:
+    (tmp_path / "threaded.py").write_text(f"""
+import threading
+named = threading.Event()
+def run():
+    with open(f"/proc/self/task/{{threading.get_native_id()}}/comm", "w") as file:
+        file.write({name!r})
+    named.set()
+    threading.Event().wait()
+threading.Thread(target=run, daemon=True).start()
+named.wait()
+""")
     job = launch("print('it ran')", "--preload", "threaded", env={"PYTHONPATH": f"{ROOT}:{tmp_path}"})
     assert job.wait() == 0, job.text
-    assert "it ran" in job.text and "has started 1 threads" in job.text
+    assert "it ran" in job.text and ("has started 1 threads" in job.text) != forks
 
 
 # -- deaths ------------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ def main(
     save_last: Any = True,
     callbacks: bool = False,
     kill_at: int | None = None,
+    finalizes: bool = False,
     hidden: int = 64,
     lazy_bytes: int = 1,
 ) -> None:
@@ -44,6 +45,8 @@ def main(
     Args:
         ours: checkpoints go through the engine; False: NeMo's own IO.
         callbacks: this library's callbacks take part.
+        finalizes: a checkpoint is finished before the next one is saved; else, with steps this short, perhaps none is
+            when the run is killed, and NeMo refuses to resume.
         hidden: size of the model.
         lazy_bytes: of the engine's options.
         kill_at: the last rank is killed before it begins this step, if the run has not been restarted.
@@ -85,6 +88,8 @@ def main(
             tell(training_s=time.monotonic() - self.began, saving_s=self.saving_s)
 
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if finalizes and trainer.global_step % every == every - 1:
+                trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
             last = trainer.global_rank == world - 1
             if trainer.global_step == kill_at and last and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
                 os.kill(os.getpid(), 9)

@@ -20,6 +20,7 @@ from tests.ports import free_port
 pytestmark = [pytest.mark.nemo, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
+JOB = Path(__file__).with_name("nemo_job.py")
 DEADLINE_S = 240.0
 
 
@@ -44,36 +45,30 @@ def start(
 ) -> list[subprocess.Popen[str]]:
     """Starts the ranks of a run, each in a process group of its own."""
     placed = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-    common = {
-        "TORCHDYNAMO_DISABLE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "GROUP_RANK": "0",
-        "NODE_RANK": "0",
-    }
-    common |= {"TORCHELASTIC_RUN_ID": "nemo", "TORCHELASTIC_RESTART_COUNT": "0"}
+    common = {"GROUP_RANK": "0", "NODE_RANK": "0", "TORCHELASTIC_RUN_ID": "nemo", "TORCHELASTIC_RESTART_COUNT": "0"}
     command = [
         str(NEMO_PYTHON),
         "-W",
         "ignore",
-        str(Path(__file__).with_name("nemo_job.py")),
+        str(JOB),
         json.dumps({"out": str(folder), **options}),
     ]
-    processes = []
-    for rank in range(ranks):
-        own = {**placed, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
-        processes.append(
-            subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **common, **own, **(env or {})},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-        )
-    return processes
+    own = [
+        {**placed, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)} for rank in range(ranks)
+    ]
+    return [started(command, {**common, **mine, **(env or {})}) for mine in own]
+
+
+def started(command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def finish(processes: list[subprocess.Popen[str]]) -> list[str]:
@@ -91,7 +86,7 @@ def fit(folder: Path, *, ranks: int = 1, **options: Any) -> Run:
     processes = start(folder, ranks=ranks, **options)
     said = finish(processes)
     assert [process.returncode for process in processes] == [0] * ranks, said[0][-6000:]
-    lines = [json.loads(line[5:]) for line in said[0].splitlines() if line.startswith("NEMO ")]
+    lines = told(said[0])
     return Run(
         losses={line["step"]: line["loss"] for line in lines if "step" in line},
         resumed=next(line["resumes"] for line in lines if "resumes" in line),
@@ -178,3 +173,48 @@ def test_damage_is_named(tmp_path: Path) -> None:
     (said,) = finish(start(tmp_path, steps=8))
     assert f"CorruptShard: {shard}: bytes" in said
     assert '"start"' not in said
+
+
+def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    straight = fit(tmp_path / "straight", ranks=2, steps=8, ours=False)
+    launcher = [str(NEMO_PYTHON), "-W", "ignore", "-c", "from resiliency.cli.main import main; main()", "run"]
+    flags = [
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "--preload",
+        "nemo.collections.llm,resiliency.plugins.nemo",
+    ]
+    options = {"out": str(tmp_path / "ours"), "steps": 8, "kill_at": 6, "finalizes": True}
+    (said,) = finish([started([*launcher, *flags, str(JOB), json.dumps(options)], {})])
+    assert "fresh interpreters" not in said, "the ranks are forked from a process that has imported NeMo"
+    lines = told(said)
+    assert [line["start"] for line in lines if line.get("rank") == 0 and "start" in line] in ([0, 4], [0, 6]), said[
+        -3000:
+    ]
+    assert {line["step"]: line["loss"] for line in lines if "step" in line} == straight.losses
+    assert any(line.get("ended") == 8 for line in lines)
+
+
+def told(said: str) -> list[dict[str, Any]]:
+    return [json.loads(line[5:]) for line in said.splitlines() if line.startswith("NEMO ")]
+
+
+@pytest.mark.parametrize("point", ["save.fill", "save.sealed"])
+def test_a_run_that_is_killed_in_a_save_resumes_the_checkpoint_before(tmp_path: Path, point: str) -> None:
+    options = {"save_last": "link", "finalizes": True}
+    (said,) = finish(start(tmp_path, steps=8, **options, env={"RESILIENCY_FAULTS": f"{point}:kill@3"}))
+    killed = {line["step"]: line["loss"] for line in told(said) if "step" in line}
+    assert max(killed) == 6
+    resumed = fit(tmp_path, steps=8, save_last="link")
+    assert resumed.start == 4
+    assert resumed.losses.items() >= {step: loss for step, loss in killed.items() if step > 4}.items()
+    assert not list((tmp_path / "run" / "checkpoints").glob("*-unfinished"))
+
+
+@pytest.mark.parametrize("point", ["agent.record.write", "agent.manifest.write", "agent.name.write"])
+def test_training_goes_on_when_the_agent_is_killed_in_a_save(tmp_path: Path, point: str) -> None:
+    (said,) = finish(start(tmp_path, steps=8, save_last="link", env={"RESILIENCY_FAULTS": f"{point}:kill@2"}))
+    assert any(line.get("ended") == 8 for line in told(said)), said[-3000:]
+    assert fit(tmp_path, steps=10, save_last="link").start == 8
