@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.dcp import check_folder, write_plan_of
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
-from resiliency.checkpoint.ticket import Ticket
+from resiliency.checkpoint.ticket import LOCAL, Ticket
 from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.storage.shard_file import STOCK_METADATA
 from resiliency.storage.stage import Stage
@@ -96,13 +96,13 @@ class MegatronSaveStrategy(megatron.TorchDistSaveShardedStrategy):
     # -- what megatron-core calls -------------------------------------------------------------------------------------
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> None:
-        """Saves, and returns when the step is committed. Blocks: until then.
+        """Saves, and returns when the step is committed, and on this host safe from a power loss. Blocks: until then.
 
         Raises:
             ConfigError: the state cannot be stored.
             ResiliencyError, Timeout: the step is not committed.
         """
-        self._start(sharded_state_dict, checkpoint_dir, lazy=False).wait(Stage.COMMITTED, timeout=self._timeout)
+        _Commit(self, self._start(sharded_state_dict, checkpoint_dir, lazy=False), self._timeout)()
 
     def async_save(
         self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *_: Any, **__: Any
@@ -115,6 +115,8 @@ class MegatronSaveStrategy(megatron.TorchDistSaveShardedStrategy):
 
     def _start(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, lazy: bool) -> Ticket:
         self.calls += 1
+        if "://" in os.fspath(checkpoint_dir):
+            raise ConfigError(f"{checkpoint_dir} is an address; save in a folder, and pass remotes= for the bucket")
         folder = os.path.abspath(checkpoint_dir)
         engine = self._open(folder)
         name = os.path.relpath(folder, engine.directory)
@@ -181,11 +183,10 @@ class MegatronSaveStrategy(megatron.TorchDistSaveShardedStrategy):
             for name in gone:
                 del self._names[name]
 
-    def is_done(self, ticket: Ticket) -> bool:
-        """True when the save is committed, or has failed. Blocks: no."""
+    def poll(self) -> None:
+        """Takes note of what the agent has done since the last call. Blocks: no."""
         if self._engine is not None:
             self._engine.poll()
-        return ticket.has_reached(Stage.COMMITTED) or ticket.is_hopeless(Stage.COMMITTED)
 
     def close(self) -> None:
         """Waits until the saves are durable, and closes the engine. Idempotent. Not collective."""
@@ -196,20 +197,25 @@ class MegatronSaveStrategy(megatron.TorchDistSaveShardedStrategy):
 
 
 class _Commit:
-    """The first function of an asynchronous request: waits for the commit."""
+    """The first function of an asynchronous request: waits for the commit, and until this host's part of it would
+    survive a power loss, because what follows may delete older checkpoints."""
 
     def __init__(self, strategy: MegatronSaveStrategy, ticket: Ticket, timeout: timedelta) -> None:
         self._strategy, self._ticket, self._timeout = strategy, ticket, timeout
+        self._stage = Stage.DURABLE if LOCAL in ticket.can_be_durable else Stage.COMMITTED
 
     @property
     def step(self) -> int:
         return self._ticket.step
 
     def is_done(self) -> bool:
-        return self._strategy.is_done(self._ticket)
+        """True also when the save has failed. Blocks: no."""
+        self._strategy.poll()
+        ticket, stage = self._ticket, self._stage
+        return ticket.has_reached(stage, tier=LOCAL) or ticket.is_hopeless(stage, tier=LOCAL)
 
     def __call__(self) -> None:
-        self._ticket.wait(Stage.COMMITTED, timeout=self._timeout)
+        self._ticket.wait(self._stage, tier=LOCAL, timeout=self._timeout)
 
 
 class CommitQueue:
