@@ -15,7 +15,6 @@ uploads it; stock ``dcp.load`` reads its folder, too, but checks nothing.
 from __future__ import annotations
 
 import base64
-import enum
 import io
 import json
 import math
@@ -29,16 +28,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import storage as stock
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.futures import Future
 
 from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.checkpoint.stock_reader import StockReader, read_stock_metadata
 from resiliency.checkpoint.stock_view import StockView
+from resiliency.checkpoint.stored_state import rank_state
 from resiliency.checkpoint.write_plan import WriteChunk, WritePlan
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, ResiliencyError
 from resiliency.storage.archive import read_directory
@@ -209,8 +211,7 @@ class StorageReader(FileSystemReader):
         described = self._files_beside().get(STOCK_METADATA)
         if described is None:
             raise NoCheckpointFound(f"{self.path} has no form that torch's distributed checkpoint reads")
-        found: Metadata = _MetadataUnpickler(io.BytesIO(described)).load()
-        return found
+        return read_stock_metadata(described)
 
     def _files_beside(self) -> dict[str, bytes]:
         """What lies beside the shards, as shard 0 holds it: file name -> its bytes."""
@@ -303,15 +304,24 @@ class StorageReader(FileSystemReader):
             raise CorruptShard(f"{where} is missing", path=where) from None
 
 
-def load_folder(path: str | os.PathLike[str], *, into: dict[str, Any] | None = None) -> dict[str, Any]:
+def load_folder(
+    path: str | os.PathLike[str],
+    *,
+    into: dict[str, Any] | None = None,
+    allow_pickle: bool = False,
+    advance: Callable[[int], None] = lambda _: None,
+) -> dict[str, Any]:
     """Loads the state in a local folder: a sharded step of this library, every byte checked, or a distributed
-    checkpoint that torch or Lightning wrote, which has no digests.
+    checkpoint that torch or Lightning wrote, which has no digests (see
+    :class:`~resiliency.checkpoint.stock_reader.StockReader` for what is checked).
 
     Collective: with ``into`` and several ranks, over the default process group.
 
     Args:
         into: a nested dict whose tensors (DTensors, too) are filled in place, and whose objects are replaced. None: the
             whole state is loaded into new CPU tensors, as nested dicts.
+        allow_pickle: also load objects of any class. Only for checkpoints you trust: it can run code.
+        advance: called with the number of bytes of each part of a stock folder when they are checked.
 
     Returns:
         ``into``, or the state.
@@ -320,23 +330,26 @@ def load_folder(path: str | os.PathLike[str], *, into: dict[str, Any] | None = N
         NoCheckpointFound: the folder has no ``.metadata``: it is no distributed checkpoint, or its save did not end.
         CorruptShard: a file is missing, too short or damaged, or is not what ``.metadata`` says; names the file.
         ConfigError: the state does not fit ``into``.
+        pickle.UnpicklingError: it holds objects of classes that may not be loaded; the error says how to allow them.
     """
     ours = os.path.exists(os.path.join(path, MANIFEST))
-    reader: FileSystemReader = StorageReader(path) if ours else _StockReader(path)
+    reader = StorageReader(path) if ours else StockReader(path, allow_pickle=allow_pickle, advance=advance)
     # Checked here and not within DCP, which would report errors of this library as its own.
-    state, planner = into, None
-    metadata = reader.read_metadata()
-    reader.set_up_storage_reader(metadata, True)
-    if state is None:
-        state, planner = {}, _empty_planner()
+    if isinstance(reader, StockReader):
+        reader.check()
+    else:
+        reader.set_up_storage_reader(reader.read_metadata(), True)
+    state = {} if into is None else into
+    planner = (_WholeState if into is None else _Objects)(allow_pickle)
     alone = into is None or not torch.distributed.is_initialized()
     try:
         _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=alone)
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
-        ours_first = next((cause for cause in causes if isinstance(cause, ResiliencyError)), None)
-        if ours_first is not None:
-            raise ours_first from error
+        known = (ResiliencyError, pickle.UnpicklingError)
+        first = next((cause for cause in causes if isinstance(cause, known)), None)
+        if first is not None:
+            raise first from error
         raise ConfigError(f"{os.fspath(path)} does not fit: {causes[0]}") from error
     return state
 
@@ -373,59 +386,18 @@ def check_folder(path: str | os.PathLike[str]) -> bool:
     return ours
 
 
-class _StockReader(FileSystemReader):
-    """Reads what torch wrote, and names the file when one is missing or is not what ``.metadata`` says."""
+class _Objects(DefaultLoadPlanner):
+    """Loads objects as this library does: without ``allow_pickle`` none of a class that may run code."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        where = os.path.join(self.path, STOCK_METADATA)
-        if not os.path.exists(where):
-            raise NoCheckpointFound(
-                f"{where} is missing: {os.fspath(self.path)} is no distributed checkpoint, or its save did not end"
-            )
-        try:
-            found: Metadata = super().read_metadata(*args, **kwargs)
-        except Exception as error:  # Boundary: pickle raises anything for damaged bytes.
-            raise CorruptShard(f"{where} cannot be read: {type(error).__name__}: {error}", path=where) from error
-        return found
+    def __init__(self, allow_pickle: bool) -> None:
+        super().__init__()
+        self._allow_pickle = allow_pickle
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            place = self.storage_data[item.storage_index]
-            where = os.path.join(self.path, place.relative_path)
-            try:
-                with open(where, "rb") as file:
-                    file.seek(place.offset)
-                    begins, nbytes = file.read(4), os.fstat(file.fileno()).st_size
-            except FileNotFoundError:
-                raise CorruptShard(f"{where} is missing", path=where) from None
-            if nbytes < place.offset + place.length or begins != b"PK\x03\x04":
-                raise CorruptShard(
-                    f"{where} is cut off or belongs to another checkpoint: {item.storage_index.fqn!r} is not at its"
-                    f" byte {place.offset:,}",
-                    path=where,
-                )
-        read: Future[None] = super().read_data(plan, planner)
-        return read
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        found = rank_state(value.getvalue(), where=name, allow_pickle=self._allow_pickle)
+        set_element(self.original_state_dict, self.mappings[name], found)
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Makes what ``.metadata`` consists of, and nothing else: its digest finds damage, not malice."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name == "getattr":
-            return _member  # with which Python pickles members of an Enum
-        found = super().find_class(module, name)
-        known = module in _METADATA_MODULES and isinstance(found, type)
-        if known or isinstance(found, torch.dtype) or found in (torch.Size, torch.serialization._get_layout):
-            return found
-        raise pickle.UnpicklingError(f"{STOCK_METADATA} names {module}.{name}, which does not belong there")
-
-
-def _member(class_: Any, name: str) -> Any:
-    if not (isinstance(class_, type) and issubclass(class_, enum.Enum)):
-        raise pickle.UnpicklingError(f"{STOCK_METADATA} names an attribute of {class_!r}, which does not belong there")
-    return class_[name]
-
-
-_empty_planner: Any = _EmptyStateDictLoadPlanner  # torch does not annotate it
-_METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+class _WholeState(_Objects, _EmptyStateDictLoadPlanner):
+    """Makes a state of all that ``.metadata`` names."""
