@@ -40,9 +40,9 @@ from torch.futures import Future
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.stock_reader import StockReader, read_stock_metadata
 from resiliency.checkpoint.stock_view import StockView
-from resiliency.checkpoint.stored_state import rank_state
 from resiliency.checkpoint.write_plan import WriteChunk, WritePlan
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, ResiliencyError
+from resiliency.state.harmless import harmless_classes
 from resiliency.storage.archive import read_directory
 from resiliency.storage.blocks import block_digest
 from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord
@@ -394,9 +394,9 @@ class _Objects(DefaultLoadPlanner):
         self._allow_pickle = allow_pickle
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        name = read_item.dest_index.fqn
-        found = rank_state(value.getvalue(), where=name, allow_pickle=self._allow_pickle)
-        set_element(self.original_state_dict, self.mappings[name], found)
+        with harmless_classes():
+            found = torch.load(value, map_location="cpu", weights_only=not self._allow_pickle)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], found)
 
 
 class _WholeState(_Objects, _EmptyStateDictLoadPlanner):

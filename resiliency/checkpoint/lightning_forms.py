@@ -64,15 +64,21 @@ def sharded_form(checkpoint: Mapping[str, Any], *, keeps_meta: bool) -> dict[str
 
 
 def dumped_form(state: dict[str, Any], *, allow_pickle: bool) -> dict[str, Any]:
-    """The checkpoint as Lightning dumps it, of a state in either form. Its optimizers number their parameters.
+    """The checkpoint as Lightning dumps it, of a state in either form. Its optimizers number their parameters. Of the
+    folder of Fabric, whose users choose the keys, all that they saved.
 
     Raises:
         pickle.UnpicklingError: it holds objects of classes that may not be loaded.
     """
     if META not in state:
         return state
-    rest = rank_state(state[META], where=META, allow_pickle=allow_pickle)
-    checkpoint = {**rest, "state_dict": state["state_dict"]}
+    rest = state[META]  # of Lightning's own folder the tree, of this library's steps its bytes
+    if isinstance(rest, bytes):
+        rest = rank_state(rest, where=META, allow_pickle=allow_pickle)
+    weights = "state_dict" if "state_dict" in state else "model"  # as FSDPStrategy calls it
+    if weights not in state or (weights == "model" and "pytorch-lightning_version" not in rest):
+        return {**rest, **{key: value for key, value in state.items() if key != META}}
+    checkpoint = {**rest, "state_dict": state[weights]}
     if "lr_schedulers" in rest:  # not only the weights
         keys = itertools.takewhile(state.__contains__, map(optimizer_key, itertools.count()))
         checkpoint["optimizer_states"] = [_numbered(state[key]) for key in keys]
@@ -90,7 +96,8 @@ def _numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in optimizer["param_groups"]]
     return {
         **optimizer,
-        "state": {numbers[name]: value for name, value in optimizer["state"].items()},
+        # torch's distributed checkpoint leaves empty dicts out
+        "state": {numbers[name]: value for name, value in optimizer.get("state", {}).items()},
         "param_groups": groups,
     }
 

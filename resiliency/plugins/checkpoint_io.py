@@ -28,8 +28,10 @@ import torch
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.lightning_forms import dumped_form
 from resiliency.checkpoint.options import CheckpointerOptions
+from resiliency.checkpoint.stock_reader import is_stock_folder
 from resiliency.errors import ResiliencyError, UnsupportedFormat
 from resiliency.inspection.by_path import locate_and_load
+from resiliency.inspection.stock_state import load_lightning_folder
 from resiliency.plugins._io_engines import EngineUse, FolderEngine
 from resiliency.plugins._lightning import in_a_run, torch_save_is_replaced, weights_only_of
 from resiliency.plugins.namespaces import AdapterClass
@@ -200,10 +202,11 @@ class TieredIO:
         map_location: Any = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads a checkpoint of this library and verifies its digests, or a stock file through torch. Collective: no.
+        """Loads a checkpoint of this library and verifies its digests, a stock file through torch, or the folder of a
+        stock distributed checkpoint. Collective: no.
 
         Args:
-            map_location: as for ``torch.load``; None: the CPU.
+            map_location: as for ``torch.load``; None: the CPU. A folder is loaded into CPU tensors.
             weights_only: False loads objects of any class. True loads user-defined classes only if they were passed to
                 ``torch.serialization.add_safe_globals``. None: the default of this Lightning's stock class (before 2.6:
                 False).
@@ -213,6 +216,9 @@ class TieredIO:
         run = self._run if os.path.isdir(text) else None
         allow_pickle = weights_only_of(self.namespace, weights_only) is False
         found = to_thread(lambda: locate_and_load(text, run=run, allow_pickle=allow_pickle))
+        if found is None and is_stock_folder(text):
+            folder = to_thread(lambda: load_lightning_folder(text, allow_pickle=allow_pickle))
+            return dumped_form(folder, allow_pickle=allow_pickle)
         if found is None:
             return _stock_load(self, path, map_location, weights_only)
         loaded = dumped_form(found[1], allow_pickle=allow_pickle)

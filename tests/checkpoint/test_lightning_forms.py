@@ -36,6 +36,19 @@ def test_weights_alone_have_no_optimizers() -> None:
     assert dumped_form(stored, allow_pickle=False) == {"state_dict": {}, "epoch": 1}
 
 
+def test_the_folder_of_fsdp_has_the_weights_under_another_key() -> None:
+    meta = {"pytorch-lightning_version": "2.6.6", "lr_schedulers": [], "epoch": 1}
+    empty = {"param_groups": [{"lr": 0.1, "params": ["a"]}]}  # of SGD, as it comes from a folder
+    back = dumped_form({"model": {"a": 1}, "optimizer_0": empty, META: meta}, allow_pickle=False)
+    assert back["state_dict"] == {"a": 1} and back["epoch"] == 1
+    assert back["optimizer_states"] == [{"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]}]
+
+
+def test_the_folder_of_fabric_is_what_its_user_has_saved() -> None:
+    saved = {"model": {"a": 1}, "sgd": {}}
+    assert dumped_form({**saved, META: {"step": 3}}, allow_pickle=False) == {**saved, "step": 3}
+
+
 class Custom:
     pass
 

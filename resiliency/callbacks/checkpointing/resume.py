@@ -15,8 +15,10 @@ from resiliency.callbacks.checkpointing.places import CheckpointPlaces, EngineKe
 from resiliency.callbacks.checkpointing.shared_engine import SharedEngine
 from resiliency.checkpoint.read_plan import ReadPlanner
 from resiliency.checkpoint.restore import Inventory
+from resiliency.checkpoint.stock_reader import StockReader, is_stock_folder
 from resiliency.errors import ConfigError, NoCheckpointFound, TierError
 from resiliency.inspection.by_path import locate, locate_and_load
+from resiliency.inspection.stock_state import load_lightning_folder
 from resiliency.plugins import _lightning
 from resiliency.plugins.resume.rank_state import RankState
 from resiliency.plugins.strategies.registry import adapter_for
@@ -303,10 +305,12 @@ class Resume:
     # -- loading --------------------------------------------------------------------------------------------------
 
     def load(self, path: str, weights_only: bool | None) -> dict[str, Any] | None:
-        """Loads a checkpoint of this library for Lightning; None when ``path`` is a stock one. Collective: in a fit.
+        """Loads a checkpoint of this library, or a distributed one that the strategy cannot load, for Lightning; None
+        when Lightning loads ``path``. Collective: in a fit.
 
         Raises:
-            CorruptShard, NoCheckpointFound: the path is a step of this library, which cannot be restored.
+            CorruptShard, NoCheckpointFound: the path is a step of this library, or a distributed checkpoint, which
+                cannot be restored.
         """
         try:
             return self._load(path, weights_only)
@@ -339,11 +343,16 @@ class Resume:
         if adapter.is_sharded:
             located = to_thread(lambda: locate(path))
             if located is None or not located.is_checked:
+                if is_stock_folder(path):
+                    to_thread(lambda: StockReader(path).check())
                 return None  # Lightning itself reads a copy without records, as the stock file that it is
         planner = planner or adapter.target_state(self._trainer)
         found = to_thread(lambda: locate_and_load(path, rank=rank, allow_pickle=allow_pickle, planner=planner))
         if found is None:
-            return None
+            if not is_stock_folder(path):
+                return None
+            folder = to_thread(lambda: load_lightning_folder(path, allow_pickle=allow_pickle))
+            return adapter.load_state(self._trainer, folder, allow_pickle=allow_pickle)
         located, loaded, per_rank = found
         state = adapter.load_state(self._trainer, loaded, allow_pickle=allow_pickle)
         self._place_rank_state(state, per_rank, located.world_size)

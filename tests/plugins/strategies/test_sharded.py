@@ -322,13 +322,28 @@ def test_lightning_itself_resumes_from_our_folder_and_we_from_that_of_lightning(
         [
             {"directory": theirs, "max_steps": 6, "stock": True, "ckpt_path": f"{ours}/step=4.ckpt"},
             {"directory": again, "max_steps": 7, "ckpt_path": f"{theirs}/step=6.ckpt"},
+            {"directory": f"{again}-ddp", "max_steps": 7, "kind": "ddp", "ckpt_path": f"{theirs}/step=6.ckpt"},
         ],
     )
-    check(answers, 2)
-    for (stock, resumed), earlier in zip(answers, two, strict=True):
-        assert stock["started"]["step"] == 4 and resumed["started"]["step"] == 6
+    check(answers, 3)
+    for (stock, resumed, as_ddp), earlier in zip(answers, two, strict=True):
+        assert stock["started"]["step"] == 4 and resumed["started"]["step"] == as_ddp["started"]["step"] == 6
         assert state(stock["started"]) == state(earlier[1]["ended"])
-        assert state(resumed["started"]) == state(stock["ended"])
+        assert state(resumed["started"]) == state(as_ddp["started"]) == state(stock["ended"])
+        assert as_ddp["losses"] == resumed["losses"]
+    torn = folder / "torn-stock" / "step=6.ckpt"
+    shutil.copytree(f"{theirs}/step=6.ckpt", torn)
+    shutil.copy(torn / "__0_0.distcp", torn / "__1_0.distcp")
+    jobs = [
+        {"directory": str(folder / "z1"), "max_steps": 7, "ckpt_path": str(torn), "kind": k} for k in ("fsdp", "ddp")
+    ]
+    for refused in run(zygote, folder, jobs):
+        assert all("CorruptShard" in one["error"] and "__1_0.distcp" in one["error"] for one in refused)
+    alone = {"directory": str(folder / "z2"), "max_steps": 7, "kind": "single", "ckpt_path": f"{theirs}/step=6.ckpt"}
+    compiled = {**alone, "directory": str(folder / "z3"), "net": {"wraps": ["compiled"]}}
+    (singles,) = run(zygote, folder, [alone, compiled], ranks=1)
+    check([singles], 2)
+    assert all(state(single["started"]) == state(answers[0][0]["ended"]) for single in singles)
     assert {path.name for path in (folder / "straight" / "step=4.ckpt").iterdir()} == {
         ".metadata",
         "__0_0.distcp",
