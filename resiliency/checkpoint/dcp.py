@@ -43,11 +43,11 @@ from resiliency.checkpoint.stock_view import StockView
 from resiliency.checkpoint.write_plan import WriteChunk, WritePlan
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, ResiliencyError
 from resiliency.state.harmless import harmless_classes
-from resiliency.storage.archive import read_directory
 from resiliency.storage.blocks import block_digest
 from resiliency.storage.manifest import MANIFEST, Manifest, ShardRecord
-from resiliency.storage.shard_file import IN_FOLDER, STOCK_METADATA
+from resiliency.storage.shard_file import STOCK_METADATA
 from resiliency.storage.stage import Stage
+from resiliency.storage.stock_folder import files_in_shard
 
 __all__ = ["StorageReader", "StorageWriter", "check_folder", "load_folder", "write_plan_of"]
 
@@ -225,12 +225,7 @@ class StorageReader(FileSystemReader):
                 file.seek(start)
                 return file.read(end - start)
 
-            entries = read_directory(read, record.nbytes, where=where)
-            return {
-                name.removeprefix(IN_FOLDER): read(entry.start, entry.end)
-                for name, entry in entries.items()
-                if name.startswith(IN_FOLDER)
-            }
+            return files_in_shard(read, record.nbytes, where=where)
 
     def check(self, *, part: int = 0, parts: int = 1) -> None:
         """Compares every byte of the step with its digest; of the shards only each ``parts``-th, from ``part`` on.

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from resiliency.errors import CorruptShard, TierError, UnsupportedFormat
 from resiliency.inspection.survey import StepView, StoredCopy
@@ -15,6 +16,7 @@ from resiliency.storage.catalog import step_prefix, verify_shard
 from resiliency.storage.manifest import MANIFEST, ShardRecord, record_file, shard_file
 from resiliency.storage.names import read_name
 from resiliency.storage.step_id import StepId
+from resiliency.storage.stock_folder import files_in_shard
 from resiliency.storage.tiers.base import Tier
 
 __all__ = ["Finding", "bytes_to_check", "check_step"]
@@ -34,7 +36,7 @@ class Finding:
 
     Attributes:
         run, id, tier: the copy; ``tier`` is the tier's label.
-        bad: True when the fault keeps this copy from being restored.
+        bad: True when the fault keeps this copy from being restored, or torch's own readers from loading it rightly.
         path: of the file or object.
         ranges: byte ranges that differ, half open; empty when the fault is not in the bytes.
         text: what is wrong, without the path.
@@ -90,7 +92,9 @@ def check_step(view: StepView, *, advance: Callable[[int], None] = lambda _: Non
     for copy in view.copies:
         findings += _metadata(view, copy)
         findings += _names(view, copy)
-        findings += _bytes(view, copy, advance)
+        of_bytes = _bytes(view, copy, advance)
+        findings += of_bytes
+        findings += _beside(view, copy, {finding.path for finding in of_bytes})
     return findings
 
 
@@ -167,6 +171,38 @@ def _names(view: StepView, copy: StoredCopy) -> list[Finding]:
             found.append(finding(True, f"says that it is {identity.id}"))
         elif identity.replicated and not _has_size(copy, name):
             found.append(finding(True, "has another size than its step"))
+    return found
+
+
+def _beside(view: StepView, copy: StoredCopy, damaged: Collection[str]) -> list[Finding]:
+    """Findings about the files beside the shards of a sharded step, which torch's own readers go by. Shard 0 holds the
+    same, and this library reads those.
+
+    Args:
+        damaged: paths of shards that cannot be compared with.
+    """
+    listing, tier = copy.listing, copy.tier
+    record = listing.records.get(0)
+    if record is None or record.replicated or not listing.committed or not listing.is_whole(record):
+        return []
+    key = listing.key(record)
+    if tier.location(key) in damaged:
+        return []
+    try:
+        held = files_in_shard(partial(tier.read_range, key), record.nbytes, where=tier.location(key))
+    except FileNotFoundError:
+        return []  # deleted meanwhile
+    found = []
+    for folder in (step_prefix(view.run, view.id), *(f"{name}/" for name in view.names)):
+        there = {info.key.removeprefix(folder) for info in tier.list(folder)}
+        for file, data in held.items() if record.file in there else ():
+            path = tier.location(folder + file)
+            if file not in there:
+                text = "is missing, so that torch's own readers do not find the step; this library reads the one in"
+                found.append(Finding(view.run, view.id, copy.label, False, path, (), f"{text} {record.file}"))
+            elif tier.read(folder + file) != data:
+                text = f"differs from the one in {record.file}, which this library reads: torch's own readers load"
+                found.append(Finding(view.run, view.id, copy.label, True, path, (), f"{text} something else or fail"))
     return found
 
 

@@ -19,7 +19,7 @@ from resiliency.storage.manifest import COMMIT_MARK, MANIFEST, Manifest, StepRec
 from resiliency.storage.shard_file import IN_FOLDER, STOCK_METADATA
 from resiliency.storage.tiers.base import Tier
 
-__all__ = ["has_stock_metadata", "is_stock_file", "put_stock_files", "stock_files"]
+__all__ = ["files_in_shard", "has_stock_metadata", "is_stock_file", "put_stock_files", "stock_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +41,29 @@ def put_stock_files(tier: Tier, step: StepRecords, *, before: Callable[[], None]
     before()
     prefix = step_prefix(step.run, step.id)
     key = prefix + step.shards[0].file
-    read = partial(tier.read_range, key)
     try:
-        entries = read_directory(read, step.shards[0].nbytes, where=tier.location(key))
+        found = files_in_shard(partial(tier.read_range, key), step.shards[0].nbytes, where=tier.location(key))
     except (CorruptShard, FileNotFoundError) as error:
         logger.warning("torch.distributed.checkpoint will not read %s: %s", tier.location(prefix.rstrip("/")), error)
         return
+    for file, data in found.items():
+        tier.put_bytes(prefix + file, data)
+
+
+def files_in_shard(read: Callable[[int, int], bytes], nbytes: int, *, where: str) -> dict[str, bytes]:
+    """The stock files that shard 0 of a sharded step holds, ``.metadata`` last: name -> bytes.
+
+    Args:
+        read: returns bytes ``[start, end)`` of the shard.
+        nbytes: its size.
+        where: its path, for messages.
+
+    Raises:
+        CorruptShard: the shard is damaged.
+    """
+    entries = read_directory(read, nbytes, where=where)
     found = {name.removeprefix(IN_FOLDER): entry for name, entry in entries.items() if name.startswith(IN_FOLDER)}
-    for file in _metadata_last(filter(is_stock_file, found)):
-        tier.put_bytes(prefix + file, read(found[file].start, found[file].end))
+    return {file: read(found[file].start, found[file].end) for file in _metadata_last(filter(is_stock_file, found))}
 
 
 def has_stock_metadata(tier: Tier, step: StepRecords) -> bool:

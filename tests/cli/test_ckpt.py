@@ -241,6 +241,24 @@ def test_one_hosts_part_of_a_committed_step_is_no_unfinished_step(hosts: tuple[P
     assert "part 2 steps: the other shards" in checked and "all good: 2 steps" in checked
 
 
+def test_verify_compares_what_torchs_own_readers_go_by(ck: Path) -> None:
+    assert data("verify", "--run", "duo", ck)["findings"] == []
+    beside = step_dir(ck, "duo", 2) / ".metadata"
+    right = beside.read_bytes()
+    beside.unlink()
+    finding = data("verify", "--run", "duo", ck)["findings"][0]
+    assert (finding["bad"], finding["path"]) == (False, str(beside)) and "is missing" in finding["text"]
+    beside.write_bytes(right[:-1] + b"?")
+    shown = run("verify", "--run", "duo", ck, status=1).stdout
+    assert f"bad  step 2: {beside} differs from the one in __0_0.distcp" in shown
+    beside.write_bytes(right)
+    named = ck / "duo=1.ckpt" / ".metadata"
+    named.unlink()
+    named.write_bytes(right[:-1] + b"?")
+    shown = run("verify", "--run", "duo", ck, status=1).stdout
+    assert f"bad  step 1: {named} differs" in shown and "1 of 2 steps is bad" in shown
+
+
 def test_healthy_parts_of_several_hosts_are_good_and_damaged_ones_are_bad(hosts: tuple[Path, Path]) -> None:
     assert data("verify", "--run", "duo", *hosts)["good"]
     record = shard(hosts[1], "duo", 2).with_name(record_file(1))
