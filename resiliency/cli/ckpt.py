@@ -264,10 +264,13 @@ def export(
     path: PathArgument,
     out: Annotated[
         str,
-        typer.Argument(metavar="OUT", parser=absolute_path, help="The file to write: OUT.ckpt or OUT.safetensors."),
+        typer.Argument(
+            metavar="OUT", parser=absolute_path, help="The file (OUT.ckpt or OUT.safetensors) or folder to write."
+        ),
     ],
     format: Annotated[
-        str | None, typer.Option("--format", help="ckpt or safetensors; by default OUT's suffix decides.")
+        str | None,
+        typer.Option("--format", help="ckpt (or torch), safetensors, or dcp; by default OUT's suffix decides."),
     ] = None,
     run: RunOption = None,
     key: Annotated[
@@ -277,14 +280,14 @@ def export(
         bool,
         typer.Option(
             "--allow-pickle",
-            help="Unpickle objects of your own classes (sharded steps only). This can run code from the checkpoint: use"
-            " it only for files that you trust.",
+            help="Unpickle objects of your own classes (where files are not copied). This can run code from the"
+            " checkpoint: use it only for files that you trust.",
         ),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a step as a stock torch/Lightning .ckpt, or its weights as .safetensors."""
+    """Write a step as a stock torch/Lightning .ckpt or distributed checkpoint, or its weights as .safetensors."""
     with errors():
         from resiliency.inspection.export import export as run_export
         from resiliency.inspection.export import format_of
@@ -306,6 +309,8 @@ def export(
             else f"weights_only=False, because it holds {', '.join(done.unsafe)}"
         )
         typer.echo(f"loads with torch.load(..., {how})")
+    if done.format == "dcp":
+        typer.echo("loads with torch.distributed.checkpoint.load(..., checkpoint_id=...)")
     for name, first in done.tied.items():
         typer.echo(f"note: {name} is tied to {first}; both are in the file in full")
     if done.left_out:

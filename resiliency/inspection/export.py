@@ -1,8 +1,9 @@
-"""Writes a step as a stock torch/Lightning ``.ckpt``, or its weights as a safetensors file.
+"""Writes a step as a stock torch/Lightning ``.ckpt`` or distributed checkpoint, or its weights as a safetensors file.
 
-Both can be read without this library. For a replicated step the ``.ckpt`` is a copy of the step's own file, and nothing
+All can be read without this library. For a replicated step the ``.ckpt`` is a copy of the step's own file, and nothing
 is unpickled. (A hard link would be quicker, but overwriting it would overwrite the checkpoint.) Every byte is checked
-before the file appears; the file appears complete or not at all, and replaces an existing one only with ``force``.
+before the file appears; the file appears complete or not at all, and replaces an existing one only with ``force``. The
+distributed checkpoint of a sharded step is a copy of its files, too.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from resiliency.checkpoint.shard_reader import ShardReader
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError
 from resiliency.inspection.by_path import Located, load_path, locate
 from resiliency.inspection.contents import ShardContents, read_contents, stored_once
+from resiliency.inspection.export_folder import write_stock_folder
 from resiliency.inspection.pickle_view import Made, TensorView, as_tensor, children
 from resiliency.inspection.survey import close_tier, find
 from resiliency.state.tree import dtype_from_name, keyed_leaves
 from resiliency.storage.catalog import verify_shard
 from resiliency.storage.fetch import copy_checked
-from resiliency.storage.names import read_name
+from resiliency.storage.manifest import MANIFEST
+from resiliency.storage.names import is_in_stock_folder, read_name
 from resiliency.storage.shard_file import Chunk, Placed, storage_name
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers import open_tier
@@ -41,9 +44,16 @@ from resiliency.storage.tiers.local import fsync_dir
 
 __all__ = ["Exported", "Format", "export", "format_of"]
 
-Format = Literal["ckpt", "safetensors"]
+Format = Literal["ckpt", "safetensors", "dcp"]
 
-_SUFFIXES: Mapping[str, Format] = {".ckpt": "ckpt", ".pt": "ckpt", ".pth": "ckpt", ".safetensors": "safetensors"}
+_SUFFIXES: Mapping[str, Format] = {
+    ".ckpt": "ckpt",
+    ".pt": "ckpt",
+    ".pth": "ckpt",
+    ".torch": "ckpt",
+    ".safetensors": "safetensors",
+    ".dcp": "dcp",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +61,10 @@ class Exported:
     """What was written.
 
     Attributes:
-        path, format, nbytes: of the file.
+        path, format, nbytes: of the file, or of the folder of a distributed checkpoint ("dcp").
         run, id: the step that was exported.
         tensors: number of tensors in the file.
-        weights_only: True when ``torch.load(path, weights_only=True)`` reads it; None for safetensors.
+        weights_only: True when ``torch.load(path, weights_only=True)`` reads it; None for other formats than "ckpt".
         unsafe: classes that ``weights_only=True`` refuses, as far as torch can name them.
         tied: name -> other name of the same tensor; safetensors stores the tensor under both, a .ckpt keeps them tied.
         left_out: entries of the state dict that are not tensors, which safetensors cannot hold.
@@ -82,9 +92,8 @@ def format_of(out: str | os.PathLike[str], wanted: str | None = None) -> Format:
     found = _SUFFIXES.get(f".{wanted}" if wanted else suffix)
     if found is None:
         what = f"format {wanted!r}" if wanted else f"suffix {suffix!r} of {os.fspath(out)}"
-        raise ConfigError(
-            f"{what} is not known; use .ckpt or .safetensors, or say --format ckpt or --format safetensors"
-        )
+        formats = " or ".join(f"--format {name}" for name in ("ckpt", "safetensors", "dcp"))
+        raise ConfigError(f"{what} is not known; use .ckpt or .safetensors, or say {formats}")
     return found
 
 
@@ -98,19 +107,20 @@ def export(
     force: bool = False,
     key: str = "state_dict",
 ) -> Exported:
-    """Writes a step as one stock file. Collective: no. Blocks: for reading, checking and writing everything.
+    """Writes a step as one stock file or folder. Collective: no. Blocks: for reading, checking and writing everything.
 
     A sharded state is held in memory once; of a replicated one only the weights, and only for safetensors. Shards of a
     remote tier go through a temporary folder (``TMPDIR``), except for the ``.ckpt`` of a replicated step.
 
     Args:
         source: a path as ``resiliency ckpt`` takes it.
-        out: the file to write; its folder must exist.
+        out: the file to write, or the folder ("dcp"); the folder above must exist.
         format: "ckpt": the whole state tree, as ``torch.save`` writes it. "safetensors": the tensors below ``key``.
-            None: by suffix.
+            "dcp": a distributed checkpoint of torch, of a sharded Lightning checkpoint with its ``meta.pt``. None: by
+            suffix.
         run: which run, when ``source`` is a folder with several.
-        allow_pickle: load objects of classes of your own; needed for sharded steps only. Only for checkpoints you
-            trust: it can run code.
+        allow_pickle: load objects of classes of your own; needed only where files are not copied: for the ``.ckpt`` of
+            a sharded step and the "dcp" of a replicated one. Only for checkpoints you trust: it can run code.
         force: replace ``out`` when it exists.
         key: entry of the state that holds the weights.
 
@@ -123,7 +133,7 @@ def export(
     """
     target = os.path.abspath(os.fspath(out))
     kind = format_of(target, format)
-    _check_target(os.fspath(out), target, force)
+    _check_target(os.fspath(out), target, force, folder=kind == "dcp")
     located = _located(os.fspath(source), run)
     try:
         return _export(located, target, kind, allow_pickle, force, key)
@@ -148,6 +158,9 @@ def _export(located: Located, target: str, kind: Format, allow_pickle: bool, for
         )
     first = read_contents(located.tier, located.run, located.listing.records[0], key=located.files[0])
     done = Exported(path=target, format=kind, nbytes=0, run=located.run, id=located.id, tensors=0)
+    if kind == "dcp":
+        nbytes = write_stock_folder(located, target, force, lambda: _load(located, allow_pickle, None))
+        return replace(done, nbytes=nbytes, tensors=sum(1 for _ in stored_once(first.tree)))
     if kind == "ckpt":
         nbytes, unsafe = _write(target, force, lambda temp: _write_ckpt(located, allow_pickle, temp))
         tensors = sum(1 for _ in stored_once(first.tree))
@@ -302,21 +315,34 @@ def _loaded_weights(
     return weights
 
 
-def _check_target(shown: str, target: str, force: bool) -> None:
+def _check_target(shown: str, target: str, force: bool, *, folder: bool) -> None:
     if "://" in shown:
-        raise ConfigError(f"{shown}: export writes to a local file; write it here and copy it there")
-    folder = os.path.dirname(target)
-    if not os.path.isdir(folder):
-        raise ConfigError(f"{shown}: the folder {folder} does not exist; make it first")
-    if os.path.isdir(target):
-        raise ConfigError(f"{shown} is a folder; say the name of the file to write")
+        raise ConfigError(f"{shown}: export writes to a local file or folder; write it here and copy it there")
+    above = os.path.dirname(target)
+    if not os.path.isdir(above):
+        raise ConfigError(f"{shown}: the folder {above} does not exist; make it first")
     if not os.path.lexists(target):
         return
-    identity = read_name(open_tier(folder), os.path.basename(target))
-    if identity is not None:
+    identity = read_name(open_tier(above), os.path.basename(target))
+    if identity is not None and not (folder and _is_copy(target)):
         raise ConfigError(f"{shown} is {identity.id} of run {identity.run!r}; choose another name")
+    if os.path.isdir(target) != folder:
+        is_, wanted = ("file", "folder") if folder else ("folder", "file")
+        raise ConfigError(f"{shown} is a {is_}; say the name of the {wanted} to write")
+    if folder and not all(name == MANIFEST or is_in_stock_folder(name) for name in os.listdir(target)):
+        raise ConfigError(f"{shown} holds other files than a distributed checkpoint; say a folder that does not exist")
     if not force:
         raise ConfigError(f"{shown} exists; choose another name or say --force")
+
+
+def _is_copy(target: str) -> bool:
+    """True for a folder of a step, such as an export, that is not a name of it."""
+    try:
+        found = find(target)
+    except NoCheckpointFound:
+        return True
+    close_tier(found.tier)
+    return found.step is None
 
 
 def _save_safetensors(weights: dict[str, Tensor], tied: Mapping[str, str], temp: str) -> None:

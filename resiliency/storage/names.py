@@ -32,6 +32,7 @@ __all__ = [
     "delete_names",
     "give_name",
     "give_names",
+    "is_in_stock_folder",
     "is_taken_since",
     "link_symbolically",
     "missing_names",
@@ -45,6 +46,11 @@ _IN_STOCK_FOLDER = re.compile(r"\.metadata|__\d+_\d+\.distcp|meta\.pt")
 
 #: Of a sharded step: without these nobody takes the folder for a whole checkpoint.
 _FIRST_TO_GO = (STOCK_METADATA, MANIFEST)
+
+
+def is_in_stock_folder(file: str) -> bool:
+    """True for the name of a file of torch's distributed checkpoint, or of the one that Lightning adds."""
+    return _IN_STOCK_FOLDER.fullmatch(file) is not None
 
 
 def read_name(tier: Tier, name: str) -> Identity | None:
@@ -225,7 +231,7 @@ def _give(tier: Tier, step: StepRecords, name: str) -> str:
     # The manifest comes after the shards, as in the step itself: a name without a manifest is unfinished.
     last = [MANIFEST, *stock_files(tier, step)] if len(files) == step.world_size else []
     for file in there:
-        if file not in (*files, *last) and (file.startswith("shard-") or _IN_STOCK_FOLDER.fullmatch(file)):
+        if file not in (*files, *last) and (file.startswith("shard-") or is_in_stock_folder(file)):
             tier.delete(f"{name}/{file}")  # left by a larger job, or a stock one, that had the name before
     for file in last:
         tier.alias(prefix + file, f"{name}/{file}")

@@ -9,10 +9,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError
@@ -410,3 +412,70 @@ def test_stock_lightning_goes_on_from_an_export(stock_model: Path) -> None:
     result = subprocess.run(command, cwd=stock_model, env=env, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
     assert float(result.stdout.split()[-1]) == whole.net.weight.detach().double().sum().item()
+
+
+# -- a distributed checkpoint -----------------------------------------------------------------------------------------
+
+
+def loaded_by_torch(folder: Path, target: Path) -> Any:
+    """The whole state, by torch's own tool."""
+    dcp_to_torch_save(folder, target)
+    return torch.load(target, weights_only=True)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_sharded_step_becomes_a_stock_folder(two: Path, tmp_path: Path, remote: bool) -> None:
+    source = f"{copy_to_memory(two)}/duo=7.ckpt" if remote else str(two / "duo=7.ckpt")
+    done = export(source, tmp_path / "out", format="dcp")
+    assert sorted(os.listdir(tmp_path / "out")) == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
+    assert done.nbytes == sum(file.stat().st_size for file in (tmp_path / "out").iterdir()) and done.tensors == 3
+    found = loaded_by_torch(tmp_path / "out", tmp_path / "flat.pt")
+    weights = {f"state_dict/{name}": tensor for name, tensor in found.pop("state_dict").items()}
+    assert (
+        differences(dict(sorted({**weights, **found}.items())), dict(sorted(make_flat_state(7, world_size=2).items())))
+        == []
+    )
+    located = locate(str(tmp_path / "out"))
+    assert located is not None and located.is_checked, "it is also a copy of the step"
+
+
+def test_a_replicated_step_becomes_a_stock_folder_of_one_file(one: Path, tmp_path: Path) -> None:
+    done = export(one / "step=10.ckpt", tmp_path / "out.dcp")
+    assert sorted(os.listdir(tmp_path / "out.dcp")) == [".metadata", "__0_0.distcp"] and done.format == "dcp"
+    found = loaded_by_torch(tmp_path / "out.dcp", tmp_path / "flat.pt")
+    saved = torch.load(one / "step=10.ckpt", weights_only=True)
+    (optimizer,) = saved["optimizer_states"]
+    optimizer["state"] = {str(number): value for number, value in optimizer["state"].items()}  # as torch stores them
+    assert not differences(found, saved)
+    assert sorted(os.listdir(tmp_path)) == ["flat.pt", "out.dcp"]
+
+
+def test_torch_is_another_word_for_the_stock_file(two: Path, tmp_path: Path) -> None:
+    assert format_of(tmp_path / "anything", "torch") == "ckpt"
+    export(two / "duo=7.ckpt", tmp_path / "out", format=format_of("out", "torch"))
+    assert not differences(torch.load(tmp_path / "out"), make_flat_state(7, world_size=2))
+
+
+def test_an_existing_folder_is_replaced_only_when_asked_and_only_a_checkpoint(one: Path, tmp_path: Path) -> None:
+    export(one / "step=10.ckpt", tmp_path / "out", format="dcp")
+    with pytest.raises(ConfigError, match="exists; .*--force"):
+        export(one / "step=20.ckpt", tmp_path / "out", format="dcp")
+    export(one / "step=20.ckpt", tmp_path / "out", format="dcp", force=True)
+    assert loaded_by_torch(tmp_path / "out", tmp_path / "flat.pt")["global_step"] == 20
+    (tmp_path / "out" / "notes.txt").touch()
+    with pytest.raises(ConfigError, match="holds other files than a distributed checkpoint"):
+        export(one / "step=20.ckpt", tmp_path / "out", format="dcp", force=True)
+    with pytest.raises(ConfigError, match=r"flat\.pt is a file"):
+        export(one / "step=20.ckpt", tmp_path / "flat.pt", format="dcp", force=True)
+
+
+def test_a_damaged_shard_leaves_no_folder_and_the_one_that_was_there(two: Path, tmp_path: Path) -> None:
+    export(two / "duo=7.ckpt", tmp_path / "out", format="dcp")
+    before = sorted(os.listdir(tmp_path / "out"))
+    with pytest.raises(ConfigError, match=r"duo=7\.ckpt is step 7"):
+        export(two / "duo=7.ckpt", two / "duo=7.ckpt", format="dcp", force=True)
+    shutil.copytree(two, tmp_path / "ck")
+    flip_bits(step_dir(tmp_path / "ck", "duo", 7) / "__1_0.distcp", [(900, 901)])
+    with pytest.raises(CorruptShard, match=r"__1_0\.distcp"):
+        export(step_dir(tmp_path / "ck", "duo", 7), tmp_path / "out", format="dcp", force=True)
+    assert sorted(os.listdir(tmp_path)) == ["ck", "out"] and sorted(os.listdir(tmp_path / "out")) == before

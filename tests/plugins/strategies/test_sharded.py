@@ -259,6 +259,9 @@ def test_one_file_of_it_is_a_checkpoint_for_lightning(folder: Path, two: Answers
     step_4, target = folder / "wrapped" / "step=4.ckpt", folder / "one.ckpt"
     export(str(step_4), str(target))
     exported = torch.load(target, weights_only=True)
+    export(str(step_4), str(folder / "exported"), format="dcp")
+    files = {file.name: file.read_bytes() for file in (folder / "exported").iterdir()}
+    assert files == {file.name: file.read_bytes() for file in step_4.iterdir()} and "meta.pt" in files
     loaded = TieredCheckpointIO().load_checkpoint(step_4)
     for checkpoint in (exported, loaded):
         assert checkpoint["global_step"] == 4 and checkpoint["state_dict"]["odd.weight"].shape == (5, 8)
