@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, Protocol
 
 import typer
 
@@ -20,6 +20,7 @@ __all__ = [
     "PathArgument",
     "PathsArgument",
     "RunOption",
+    "bar",
     "check",
     "errors",
     "fail",
@@ -75,10 +76,15 @@ def open_targets(paths: list[str]) -> Iterator[list[Target]]:
                 close_tier(target.tier)
 
 
-def check(views: list[StepView], quiet: bool) -> list[Finding]:
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+class _Advance(Protocol):
+    def __call__(self, count: int, text: str = "", /) -> None: ...
 
-    from resiliency.inspection.verify import bytes_to_check, check_step
+
+@contextmanager
+def bar(text: str, total: int, *, quiet: bool) -> Iterator[_Advance]:
+    """Shows a progress bar on a terminal; gives a function that takes the bytes done since its last call, and a new
+    text unless it is empty."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     stderr = console(err=True)
     columns = (
@@ -88,10 +94,21 @@ def check(views: list[StepView], quiet: bool) -> list[Finding]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    findings = []
     with Progress(*columns, console=stderr, transient=True, disable=quiet or not stderr.is_terminal) as progress:
-        task = progress.add_task("verify", total=sum(map(bytes_to_check, views)))
+        task = progress.add_task(text, total=total)
+
+        def advance(count: int, text: str = "") -> None:
+            progress.update(task, advance=count, description=text or None)
+
+        yield advance
+
+
+def check(views: list[StepView], quiet: bool) -> list[Finding]:
+    from resiliency.inspection.verify import bytes_to_check, check_step
+
+    findings = []
+    with bar("verify", sum(map(bytes_to_check, views)), quiet=quiet) as advance:
         for view in views:
-            progress.update(task, description=f"{view.run} step {view.id.step}")
-            findings += check_step(view, advance=lambda count: progress.advance(task, count))
+            advance(0, f"{view.run} step {view.id.step}")
+            findings += check_step(view, advance=advance)
     return findings

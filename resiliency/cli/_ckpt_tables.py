@@ -22,12 +22,14 @@ from resiliency.storage.step_id import StepId
 
 if TYPE_CHECKING:  # importing it needs torch
     from resiliency.inspection.export import Exported
+    from resiliency.inspection.importing import Imported
 
 __all__ = [
     "DAMAGE_TEXT",
     "PART_TEXT",
     "exported_json",
     "finding_json",
+    "imported_json",
     "inspection_json",
     "ls_json",
     "plan_json",
@@ -336,6 +338,15 @@ def exported_json(done: Exported) -> dict[str, Any]:
         "unsafe": list(done.unsafe),
         "tied": dict(done.tied),
         "left_out": list(done.left_out),
+    }
+
+
+def imported_json(done: Imported) -> dict[str, Any]:
+    return {
+        **_id(done.id),
+        "path": done.path,
+        "run": done.run,
+        "nbytes": done.nbytes,
     }
 
 

@@ -1,7 +1,7 @@
 """``resiliency ckpt``: list, inspect, verify, convert and delete checkpoints.
 
 Exit status: 0 all good; 1 something is damaged, or the command was refused or failed; 2 wrong arguments or path.
-Imports torch for ``export`` only, so that the other commands start quickly.
+Imports torch for ``export`` and ``import`` only, so that the other commands start quickly.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from resiliency.cli._ckpt_common import (
     fail,
     open_targets,
 )
+from resiliency.cli._ckpt_import import import_
 from resiliency.cli._ckpt_prune import prune
 from resiliency.cli._terminal import console
 from resiliency.paths import absolute_path
@@ -317,4 +318,5 @@ def export(
         typer.echo(f"note: left out, because they are not tensors: {', '.join(done.left_out)}")
 
 
+app.command("import")(import_)
 app.command()(prune)

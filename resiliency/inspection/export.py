@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import pickle
 import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +29,7 @@ from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, Tier
 from resiliency.inspection.by_path import Located, load_path, locate
 from resiliency.inspection.contents import ShardContents, read_contents, stored_once
 from resiliency.inspection.export_folder import write_stock_folder
+from resiliency.inspection.pickle_errors import pickle_errors
 from resiliency.inspection.pickle_view import Made, TensorView, as_tensor, children
 from resiliency.inspection.survey import close_tier, find
 from resiliency.state.tree import dtype_from_name, keyed_leaves
@@ -192,21 +192,10 @@ def _write_ckpt(located: Located, allow_pickle: bool, temp: str) -> set[str]:
 
 
 def _load(located: Located, allow_pickle: bool, keys: Callable[[str], bool] | None) -> Any:
-    try:
+    with pickle_errors(allow_pickle):
         state, _ = load_path(located, allow_pickle=allow_pickle, planner=None if keys is None else plan_new(keys))
         if keys is None and isinstance(state, dict):
             state = dumped_form(state, allow_pickle=allow_pickle)
-    except pickle.UnpicklingError as error:
-        raise ConfigError(
-            "the checkpoint holds objects of classes that must be unpickled, which can run code; if you trust it, say"
-            f" --allow-pickle where those classes can be imported ({error})"
-        ) from error
-    except (AttributeError, ImportError) as error:
-        if not allow_pickle:
-            raise
-        raise ConfigError(
-            f"an object of the checkpoint cannot be unpickled: {error}; put its module on PYTHONPATH"
-        ) from error
     return state
 
 

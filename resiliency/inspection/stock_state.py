@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,9 @@ from resiliency.checkpoint.lightning_forms import META
 from resiliency.checkpoint.stock_reader import check_crcs
 from resiliency.errors import CorruptShard, NoCheckpointFound
 from resiliency.state.harmless import harmless_classes
+
+#: Beginning of a file as torch before 1.6 wrote it, which is no archive and has no CRCs.
+_BEFORE_1_6 = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 __all__ = ["load_lightning_folder", "load_stock_file", "load_stock_folder"]
 
@@ -50,6 +52,9 @@ def load_stock_folder(
     meta = os.path.join(path, META)
     if os.path.exists(meta):
         state[META] = load_stock_file(meta, allow_pickle=allow_pickle)
+    for optimizer in state.get("optimizer_states", ()):  # of a whole Lightning checkpoint
+        # torch's distributed checkpoint makes text of keys that are numbers, and leaves empty dicts out.
+        optimizer["state"] = {int(number): value for number, value in optimizer.get("state", {}).items()}
     return state
 
 
@@ -69,9 +74,9 @@ def load_stock_file(
         OSError: it cannot be read.
     """
     where = os.fspath(path)
-    archive = zipfile.is_zipfile(where)  # torch before 1.6 wrote another form
-    if archive:
-        with open(where, "rb") as file:
+    with open(where, "rb") as file:
+        archive = not file.read(len(_BEFORE_1_6)) == _BEFORE_1_6
+        if archive:
             check_crcs(file, where, advance=advance)
     try:
         with harmless_classes():

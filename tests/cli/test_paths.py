@@ -37,6 +37,7 @@ OPTIONS = {
     "ckpt inspect": ("path", "--run"),
     "ckpt verify": ("paths", "--run"),
     "ckpt export": ("path out", "--format --run --key"),
+    "ckpt import": ("source --into", "--name --run"),
     "ckpt prune": ("path", "--run"),
     "goodput report": ("more --log --html --prometheus --tensorboard", "--run --since --until --exclude"),
     "goodput compare": ("a b", "--run-a --run-b --since --until --exclude"),
