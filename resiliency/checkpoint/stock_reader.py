@@ -227,7 +227,11 @@ def _member(class_: Any, name: str) -> Any:
     return class_[name]
 
 
-_METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_METADATA_MODULES = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+    "torch.distributed._shard.sharded_tensor.metadata",  # before torch 2.4
+)
 _MODULES = (*_METADATA_MODULES, "torch", "torch.serialization", "pathlib", "pathlib._local")
 #: Besides them, where a save went: a path.
 _OTHERS = (torch.Size, torch.serialization._get_layout, pathlib.PosixPath, pathlib.PurePosixPath)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
 from resiliency.checkpoint.dcp import load_folder
 from resiliency.checkpoint.stock_reader import StockReader
@@ -112,14 +113,17 @@ def test_signs_of_two_saves_in_one_folder_are_said(
     assert [said in record.message for record in caplog.records if record.name.startswith("resiliency")] == [True]
 
 
-def test_the_description_that_earlier_torch_writes_is_read(tmp_path: Path) -> None:
-    """Without the fields that torch has added since 2.6."""
+@pytest.mark.parametrize("properties", [None, TensorProperties])
+def test_the_description_that_earlier_torch_writes_is_read(tmp_path: Path, properties: Any) -> None:
+    """Without the fields that torch has added since 2.6; before 2.4 with a class of another module."""
     folder = stock(tmp_path / "c")
     metadata = dcp.FileSystemReader(folder).read_metadata()
     vars(metadata).pop("version", None)
     for place in metadata.storage_data.values():
         vars(place).pop("transform_descriptors", None)
     vars(metadata.storage_meta).pop("modules", None)
+    if properties is not None:
+        metadata.state_dict_metadata["w"].properties = properties(torch.float32)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     os.utime(folder / ".metadata")
     assert not differences(load_folder(folder), {"w": torch.arange(5000.0), "n": 1})

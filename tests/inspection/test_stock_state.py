@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from resiliency.checkpoint.lightning_forms import META
 from resiliency.errors import CorruptShard, NoCheckpointFound
 from resiliency.inspection.stock_state import load_lightning_folder, load_stock_file
 from resiliency.plugins.checkpoint_io import build
 from resiliency.testing.checkpoints import differences, flip_bits
+from tests.storage.samples import make_stock
 
+SAMPLES = Path(make_stock.__file__).parent
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -35,6 +38,11 @@ def lightning_folder(folder: Path, *, weights: str = "state_dict", step: int = 4
 def test_the_plugin_loads_a_folder_of_lightning_as_it_was_dumped(tmp_path: Path, weights: str) -> None:
     dumped = lightning_folder(tmp_path / "c.ckpt", weights=weights)
     assert not differences(build("lightning.pytorch")().load_checkpoint(tmp_path / "c.ckpt"), dumped)
+
+
+@pytest.mark.parametrize("sample", sorted(SAMPLES.glob("stock-torch-*")), ids=lambda sample: sample.name)
+def test_folders_of_other_versions_of_torch_are_read(sample: Path) -> None:
+    assert not differences(load_lightning_folder(sample), {**make_stock.state(), META: make_stock.meta()})
 
 
 def test_a_folder_without_the_rest_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
