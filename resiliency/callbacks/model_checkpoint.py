@@ -533,6 +533,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         super().on_train_start(trainer, pl_module)
         if self._saver is not None:
             self._saver.session.training = True
+            self._saver.session.resume.set_aside.end()
             Process.begins_to_train()
             self._saver.warm_up()
 
@@ -542,6 +543,8 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         super().on_before_backward(trainer, pl_module, loss)
+        if self._saver is not None:
+            self._saver.session.resume.set_aside.see(loss)
         self._settle()
 
     def _settle(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 
 from resiliency.callbacks.checkpointing.earlier import Found, continues_writer, is_restart, look, newest_step, step_of
 from resiliency.callbacks.checkpointing.places import CheckpointPlaces, EngineKey
+from resiliency.callbacks.checkpointing.set_aside import SetAside
 from resiliency.callbacks.checkpointing.shared_engine import SharedEngine
 from resiliency.checkpoint.read_plan import ReadPlanner
 from resiliency.checkpoint.restore import Inventory
@@ -98,6 +99,8 @@ class Resume:
         self._found: dict[EngineKey, Found] = {}
         #: What the tiers of an open engine hold, from the choice of the step until it is loaded.
         self._inventories: dict[EngineKey, Inventory] = {}
+        #: Steps from which restarts of this job do not go on.
+        self.set_aside = SetAside(trainer)
         self._undo_intercept: Callable[[], None] | None = None
 
     def keep_rank_state(self, *, reread: bool) -> None:
@@ -113,6 +116,7 @@ class Resume:
 
     def end(self) -> None:
         """Undoes all changes to the trainer."""
+        self.set_aside.end()
         if self._undo_intercept is not None:
             self._undo_intercept()
             self._undo_intercept = None
@@ -299,7 +303,7 @@ class Resume:
     def _inventory(self, key: EngineKey, shared: SharedEngine) -> Inventory:
         """What the engine's tiers hold; they are listed once until a step is loaded. Collective: yes."""
         if key not in self._inventories:
-            self._inventories[key] = shared.engine.inventory()
+            self._inventories[key] = self.set_aside.filter(key, shared.engine.inventory())
         return self._inventories[key]
 
     # -- loading --------------------------------------------------------------------------------------------------
@@ -328,6 +332,8 @@ class Resume:
                 continue
             planner = planner or adapter.target_state(self._trainer)
             one = step if isinstance(step, StepId) else None
+            if one is None and self._inventory(key, shared).steps:
+                self.set_aside.begin(key, self._inventory(key, shared).steps[0][0])
             restored = shared.engine.load(
                 step=one, allow_pickle=allow_pickle, reads=planner, inventory=self._inventory(key, shared)
             )
