@@ -16,13 +16,13 @@ from resiliency.testing.zygote import Zygote
 ONE, TWO = (StepId(step=step, attempt=1, token="abcdef", serial=0, line=1) for step in (1, 2))
 
 
-def test_a_step_is_set_aside_after_the_second_process_that_ended_in_its_restore() -> None:
-    once = Loads().begun(TWO)
-    assert once.judged() == once
-    assert once.ended().begun(TWO).judged().aside == {}, "one of them went well"
-    assert once.begun(ONE).judged().aside == {}, "another step"
-    twice = once.begun(TWO).judged()
-    assert list(twice.aside) == [TWO.dirname] and twice.loading == ""
+def test_a_step_is_set_aside_after_the_third_process_that_ended_in_its_restore() -> None:
+    twice = Loads().begun(TWO).begun(TWO)
+    assert twice.judged() == twice
+    assert twice.ended().begun(TWO).judged().aside == {}, "one of them went well"
+    assert twice.begun(ONE).judged().aside == {}, "another step"
+    thrice = twice.begun(TWO).judged()
+    assert list(thrice.aside) == [TWO.dirname] and thrice.loading == ""
 
 
 def test_the_only_step_is_taken_all_the_same() -> None:
@@ -79,10 +79,10 @@ def test_a_step_with_a_nan_loss_is_left_in_the_next_restart(job: Job) -> None:
 
 
 @pytest.mark.kill
-def test_a_step_whose_restore_kills_the_process_is_left_after_the_second_time(job: Job) -> None:
+def test_a_step_whose_restore_kills_the_process_is_left_after_the_third_time(job: Job) -> None:
     assert started(job.process(max_steps=4)) == 0
-    for _ in range(2):
+    for _ in range(3):
         assert job.process(max_steps=9, faults="restore.load:kill") is None
     went_back = job.process(max_steps=5)
     assert went_back is not None and (started(went_back), went_back["step"]) == (2, 5)
-    assert any("2 processes in a row ended while they restored it" in line for line in went_back["lines"])
+    assert any("3 processes in a row ended while they restored it" in line for line in went_back["lines"])

@@ -114,7 +114,7 @@ def _kill_ranks(workers: list[WorkerProcess]) -> int:
 
 def _check_attempt(job: _KilledJob, before: int, tally: _Tally) -> None:
     """The attempt resumed from the newest step there was, or from a newer one the draining agent still committed; from
-    an older one if two kills in a row fell into its restore."""
+    an older one if three kills in a row fell into its restore."""
     resumed = job.resumed_from()
     if before and len(resumed) > job.resumes_seen:
         job.resumes_seen = len(resumed)

@@ -1,8 +1,8 @@
 """Sets a step aside, over the restarts of one job, that the job cannot go on from.
 
 Digests say that a step is what was saved, not that it is any good. Without this a job that dies of its newest step is
-restarted with it until nobody restarts it any more (Megatron-LM #5281: 44 times). Two signs are taken: the process
-ended twice in a row while it restored the step, and the first loss after it is NaN. An error that is raised is no sign,
+restarted with it until nobody restarts it any more (Megatron-LM #5281: 44 times). Two signs are taken: three
+processes in a row ended while they restored the step, and the first loss after it is NaN. An error that is raised is no sign,
 because it is more often the code's. Nothing is deleted, and another job takes the step again.
 """
 
@@ -31,8 +31,9 @@ __all__ = ["Loads", "SetAside", "without"]
 logger = logging.getLogger(__name__)
 
 _FILE = "loads.json"
-#: Times that a process may end while it restores a step.
-_ENDS = 2
+#: Processes in a row that end while they restore a step. One or two may have been ended from outside, by another rank's
+#: failure or a preemption.
+_ENDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
