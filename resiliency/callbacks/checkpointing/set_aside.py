@@ -2,8 +2,8 @@
 
 Digests say that a step is what was saved, not that it is any good. Without this a job that dies of its newest step is
 restarted with it until nobody restarts it any more (Megatron-LM #5281: 44 times). Two signs are taken: three
-processes in a row ended while they restored the step, and the first loss after it is NaN. An error that is raised is no sign,
-because it is more often the code's. Nothing is deleted, and another job takes the step again.
+processes in a row ended while they restored the step, and the first loss after it is NaN. An error that is raised is
+no sign, because it is more often the code's. Nothing is deleted, and another job takes the step again.
 """
 
 from __future__ import annotations
