@@ -43,7 +43,7 @@ from resiliency.runtime.job_log import JobLog
 from resiliency.runtime.processes import pidfds_of, reap_others, wait_for_any
 from resiliency.settings import LAUNCHER_VARIABLE, STARTS_VARIABLE, all_variables
 
-__all__ = ["StandbyAgent", "StandbyOptions", "reason_of"]
+__all__ = ["StandbyAgent", "StandbyOptions", "last_lines", "reason_of", "short"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ _FALL_S = 1.0
 _CAUSE_S, _CAUSE_ELSEWHERE_S = 2.0, 5.0
 _TAIL_BYTES = 16 * 1024
 #: Characters of a failure reason to show; torch's report has the whole text.
-_MOST_OF_A_REASON = 500
+_MOST_OF_A_REASON = 300
 #: Limit for one job, so that imports that end the process are not retried for ever.
 _MOST_ZYGOTES = 1000
 #: What torch's own can be told.
@@ -448,7 +448,7 @@ class StandbyAgent(LocalElasticAgent):
             attempt=attempt,
             ran_s=self._lengths_s[-1],
             restarts_left=self._restarts_left(),
-            last_lines=_last_lines(first.log),
+            last_lines=last_lines(first.log),
             staying=len(self._kept),
         )
         logger.error("%s", text)
@@ -511,15 +511,19 @@ class StandbyAgent(LocalElasticAgent):
 
 
 def reason_of(error_file: Mapping[str, Any]) -> str:
-    """First line of the exception in a torch error file, cut to a limit; "" when the script does not use torch's
-    ``record``."""
+    """First line of the exception in a torch error file, cut to a limit; "" when there is none: the rank has run in a
+    fresh interpreter without torch's ``record``, or has not raised."""
     said = error_file.get("message", "")
     text = str(said.get("message", "") if isinstance(said, dict) else said)
-    first = "" if text == "<NONE>" else text.strip().partition("\n")[0]
-    return first if len(first) <= _MOST_OF_A_REASON else f"{first[:_MOST_OF_A_REASON]} ..."
+    return short("" if text == "<NONE>" else text.strip().partition("\n")[0])
 
 
-def _last_lines(path: str, count: int = 20) -> list[str]:
+def short(line: str) -> str:
+    """The line, cut to the length of a reason."""
+    return line if len(line) <= _MOST_OF_A_REASON else f"{line[:_MOST_OF_A_REASON]} ..."
+
+
+def last_lines(path: str, count: int = 20) -> list[str]:
     """The last lines of a log; empty when there is no log or it cannot be read."""
     if not path:
         return []

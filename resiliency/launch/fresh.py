@@ -135,10 +135,22 @@ def run_script(command: ScriptCommand) -> None:
         with io.open_code(path) as file:
             source = file.read()
         exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)  # noqa: S102 - the user's script
-    except (SystemExit, KeyboardInterrupt):
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            _tell_launcher(error)
+        raise
+    except KeyboardInterrupt:
         raise
     except BaseException as error:  # Boundary: whatever the user's script raises.
         _end_as_failed(error)
+
+
+def _tell_launcher(error: BaseException) -> None:
+    """Writes torch's error file, as its ``record`` does: only there the launcher can read why this rank ended."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # torch, for a script without it
+
+    with suppress(OSError):
+        get_error_handler().record_exception(error)
 
 
 def _without_ours(trace: types.TracebackType | None) -> types.TracebackType | None:
@@ -153,7 +165,12 @@ def _end_as_failed(error: BaseException) -> NoReturn:
     """
     trace = error.__traceback__ = _without_ours(error.__traceback__)
     threads: Any = threading
-    ends = (lambda: sys.excepthook(type(error), error, trace), threads._shutdown, atexit._run_exitfuncs)
+    ends = (
+        lambda: _tell_launcher(error),
+        lambda: sys.excepthook(type(error), error, trace),
+        threads._shutdown,
+        atexit._run_exitfuncs,
+    )
     for end in ends:
         try:
             end()

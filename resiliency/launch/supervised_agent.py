@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
 from resiliency.events import EventKind
-from resiliency.launch.elastic import StandbyAgent, StandbyOptions, reason_of
+from resiliency.launch.elastic import StandbyAgent, StandbyOptions, last_lines, reason_of, short
 from resiliency.launch.host_reports import HostReports
 from resiliency.launch.orders import Wish
 from resiliency.launch.rank_handlers import kill_group
@@ -258,7 +258,8 @@ class SupervisedAgent(StandbyAgent):
         for local_rank, code in codes.items():
             if code != PREEMPTED:
                 rank = self._worker_group.workers[local_rank].global_rank
-                reason = reason_of(context._failures[local_rank].error_file_data)
+                said = last_lines(dict(getattr(context, "stderrs", {})).get(local_rank, ""), count=1)
+                reason = reason_of(context._failures[local_rank].error_file_data) or short("".join(said).strip())
                 self._reports.lost(rank, code, reason=reason, preempted=self.preempted)
 
     def _say_running(self) -> None:

@@ -690,7 +690,8 @@ class HostMonitor:
             self._asking_kernel.add(task)
             task.add_done_callback(self._asking_kernel.discard)
         else:
-            self._lost(self._seen, message.rank, detail)
+            code = message.exit_code if message.signal is None else -message.signal
+            self._lost(self._seen, message.rank, detail, code)
 
     async def _was_killed(self, seen: _Seen, rank: int, process: int, detail: str) -> None:
         """Reports a rank that was killed, with the kernel's reason if it is the kernel that has killed it."""
@@ -700,7 +701,7 @@ class HostMonitor:
                 "rank %d (process %d) was killed by the kernel, which was out of memory: %s", rank, process, why
             )
             detail = f"{detail}: the kernel was out of memory: {why}"
-        self._lost(seen, rank, detail)
+        self._lost(seen, rank, detail, -signal.SIGKILL)
 
     def _hears_lost_peers(self, message: LostPeers) -> None:
         """The host of a lost peer reports why. If no host does, this one reports it after a delay; otherwise the job
@@ -726,7 +727,7 @@ class HostMonitor:
             )
         )
 
-    def _lost(self, seen: _Seen, rank: int | None, detail: str) -> None:
+    def _lost(self, seen: _Seen, rank: int | None, detail: str, exit_code: int | None = None) -> None:
         self._observe(
             Observation(
                 kind=ObservationKind.WORKER_LOST,
@@ -734,6 +735,7 @@ class HostMonitor:
                 workload=seen.workload,
                 generation=seen.generation,
                 rank=rank,
+                exit_code=exit_code,
                 detail=detail[:_LONGEST_REASON],
             )
         )

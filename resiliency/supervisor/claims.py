@@ -69,5 +69,6 @@ def of_host(one: Observation, host: str) -> Observation:
         rank=one.rank,
         device=plain_line(one.device, 200),
         device_class=one.device_class,
+        exit_code=one.exit_code,
         detail=plain_line(one.detail),
     )

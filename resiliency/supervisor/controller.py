@@ -302,6 +302,8 @@ class Controller:
             return
         if seen.reported(host, step, age_s, ended, now_s):
             self._goodput.progressed(workload, generation, step if counts_steps else -1, now_s)
+            if not known.trained:
+                self._set(replace(known, trained=True))
 
     def observe(self, one: Observation, now_s: float, wall: float) -> None:
         """Takes an observation into an incident. Ignores (and counts) those of generations that are over, and of

@@ -325,6 +325,7 @@ class Workload:
 
     Attributes:
         generation: grows with each set of places; 0: the job was never started.
+        trained: a rank has made a step since the job began.
         places: hosts by node rank; empty: none.
         fresh, replace: for the present places, see :class:`Place`.
         replicas_before: replicas of the generation before.
@@ -345,6 +346,7 @@ class Workload:
     spec: WorkloadSpec
     state: WorkloadState = WorkloadState.WAITING
     generation: int = 0
+    trained: bool = False
     places: tuple[str, ...] = ()
     fresh: bool = False
     replace: tuple[int, ...] = ()

@@ -148,7 +148,10 @@ class DefaultPolicy:
         )
 
     def _replace_culprit(self, situation: Situation) -> Remedy:
-        """When restarts do not help, the host that fails most often is replaced."""
+        """When restarts do not help, the host that fails most often is replaced, unless it is the script that fails."""
+        if _is_script_error(situation):
+            reason = "the ranks of all hosts fail alike, and none has made a step: it is the script, not a host"
+            return Remedy(kind=RemedyKind.STOP, reason=reason)
         workload, spec, faults = situation.workload, situation.workload.spec, situation.workload.host_faults
         worst = sorted((host for host in workload.places if faults.get(host)), key=lambda host: -faults[host])
         tried = {
@@ -163,6 +166,19 @@ class DefaultPolicy:
         if culprits and situation.replicas_without(culprits) >= spec.min_replicas:
             return Remedy(kind=RemedyKind.SCALE_DOWN, out=tuple(culprits), reason="restarts do not help; it fails most")
         return last_resort(situation, "restarts do not help, and no host can be replaced")
+
+
+def _is_script_error(situation: Situation) -> bool:
+    """Whether ranks of every host have ended with the same status, before any rank of the job has made a step. Of a job
+    on one host that is known when its ranks fail on another one, too."""
+    workload = situation.workload
+    if workload.trained or situation.trains or not (len(workload.places) > 1 or workload.swaps):
+        return False
+    codes: dict[str, set[int]] = {host: set() for host in workload.places}
+    for one in situation.observations:
+        if one.exit_code is not None and one.host in codes:
+            codes[one.host].add(one.exit_code)
+    return bool(set.intersection(*codes.values()))
 
 
 def last_resort(situation: Situation, reason: str) -> Remedy:

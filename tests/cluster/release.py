@@ -39,12 +39,23 @@ class Release:
 
     Args:
         folder: shared by all hosts, as a file system of a cluster is.
+        script: what ranks run, with the folder and ``--steps``.
         settings: further values of the supervisor's chart.
     """
 
     def __init__(
-        self, rig: Rig, folder: Path, *, hosts: int, spares: int, steps: int, supervisors: int = 1, **settings: Any
+        self,
+        rig: Rig,
+        folder: Path,
+        *,
+        hosts: int,
+        spares: int,
+        steps: int,
+        supervisors: int = 1,
+        script: Path = JOB,
+        **settings: Any,
     ) -> None:
+        self._script = script
         self.rig, self.cluster, self.folder = rig, rig.cluster, folder
         self.hosts, self.spares = hosts, spares
         self.system, self.jobs = rig.namespace("system"), rig.namespace("jobs")
@@ -86,7 +97,7 @@ class Release:
         values = {
             "workload": {
                 "image": "none",
-                "script": [str(JOB), str(self.folder)],
+                "script": [str(self._script), str(self.folder)],
                 "flags": ["--steps", str(steps)],
                 "num_dp_replicas": self.hosts,
                 "num_nodes_per_dp": 1,
@@ -205,9 +216,12 @@ class Release:
         return (self.folder / "result").read_text()
 
     def is_completed(self) -> bool:
-        path = f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/{self.jobs}/jobsets/train"
+        return self.has_condition("Completed")
+
+    def has_condition(self, kind: str, jobset: str = "train") -> bool:
+        path = f"/apis/jobset.x-k8s.io/v1alpha2/namespaces/{self.jobs}/jobsets/{jobset}"
         conditions = self.cluster.get(path).get("status", {}).get("conditions", [])
-        return any(each["type"] == "Completed" and each["status"] == "True" for each in conditions)
+        return any(each["type"] == kind and each["status"] == "True" for each in conditions)
 
 
 def _said(left: list[str]) -> bool:

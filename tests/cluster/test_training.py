@@ -56,6 +56,24 @@ def test_a_node_dies_and_its_ranks_train_on_a_spare(rig: Rig, tmp_path: Path) ->
     release.until_nothing_is_left()
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_a_script_that_fails_at_its_first_line_costs_no_node_and_its_error_is_said(rig: Rig, tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("import module_that_nobody_has\n")
+    few = {"max_in_job_restarts": 1, "max_workload_restarts": 1}
+    release = Release(rig, tmp_path, hosts=2, spares=1, steps=1, script=script, **few)
+    wait_for("the JobSet fails", lambda: release.has_condition("Failed"), timeout_s=150)
+    error = "exit status 1: ModuleNotFoundError: No module named 'module_that_nobody_has'"
+    workload = release.status()["workloads"][0]
+    assert workload["state"] == "stopped" and error in workload["reason"]
+    assert workload["generation"] == 3
+    events = release.cluster.get(f"/api/v1/namespaces/{release.jobs}/events")["items"]
+    assert any(error in each["message"] for each in events if each["reason"] == "GivenUp")
+    assert error in release.supervisor_log()
+    assert [each for each in release.writes() if each.resource in ("nodes", "pods")] == []
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_without_a_spare_it_trains_with_fewer_hosts_until_the_node_is_back(rig: Rig, tmp_path: Path) -> None:

@@ -63,6 +63,21 @@ def test_a_failing_rank_does_all_that_an_interpreter_does_at_its_end(launch: Any
         assert not Path("/proc", str(child)).exists()
 
 
+@pytest.mark.parametrize(
+    "ending, told",
+    [
+        ('raise ValueError("the reason\\nand more")', "ValueError: the reason"),
+        ('sys.exit("no data")', "SystemExit: no data"),
+    ],
+)
+def test_the_launcher_says_why_a_rank_has_failed(launch: Any, ending: str, told: str) -> None:
+    job = launch(f"import sys\n{ending}", "--nproc-per-node", 1)
+    assert job.wait() == 1
+    assert re.search(rf"rank 0 \(process \d+\) exited with 1 .* after the start of attempt 0: {told}; ", job.text), (
+        job.text
+    )
+
+
 def test_a_hook_that_fails_itself_hides_nothing(launch: Any) -> None:
     script = """
         import atexit, sys

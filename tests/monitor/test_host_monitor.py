@@ -63,9 +63,9 @@ def test_what_happens_is_said_before_the_period_is_over(tmp_path: Path) -> None:
         host.launchers.say(pid, kind="lost", generation=1, rank=1, signal=9, reason="killed")
         host.launchers.say(pid, kind="lost", generation=1, rank=0, exit_code=3)
         seen = await host.supervisor.observed(2)
-        assert [(one.rank, one.generation, one.workload, one.detail) for one in seen] == [
-            (1, 1, "job", "signal 9: killed"),
-            (0, 1, "job", "exit status 3"),
+        assert [(one.rank, one.generation, one.workload, one.exit_code, one.detail) for one in seen] == [
+            (1, 1, "job", -9, "signal 9: killed"),
+            (0, 1, "job", 3, "exit status 3"),
         ]
         assert len([one for one in host.supervisor.heard if isinstance(one, Report)]) < 10
 

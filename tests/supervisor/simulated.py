@@ -221,7 +221,7 @@ class Simulation:
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
-    def lose_worker(self, name: str) -> None:
+    def lose_worker(self, name: str, exit_code: int | None = None, detail: str = "") -> None:
         """A rank of a host dies; the host is well."""
         host = self.hosts[name]
         if host.place is not None and host.up and host.heard:
@@ -232,6 +232,8 @@ class Simulation:
                     workload=host.place.workload,
                     generation=host.place.generation,
                     rank=0,
+                    exit_code=exit_code,
+                    detail=detail,
                 ),
                 self.now,
                 self.now,

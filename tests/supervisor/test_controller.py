@@ -145,6 +145,48 @@ def test_a_crash_loop_climbs_the_ladder_and_ends() -> None:
     assert job.workload.places == ("host-0", "host-2")
 
 
+def fails_in_each_generation(job: Simulation, codes: dict[str, int], *, most: int = 30) -> None:
+    """Ranks of these hosts end before their first step, whatever is done, until the job is stopped."""
+    for host in job.hosts.values():
+        host.trains = False
+    for _ in range(most):
+        generation = job.workload.generation
+        job.until(lambda: job.workload.state is WorkloadState.STOPPED or job.is_at(StepKind.PROGRESS))
+        for host in set(codes) & set(job.workload.places):
+            job.lose_worker(host, codes[host], f"exit status {codes[host]}: ModuleNotFoundError: No module named 'x'")
+        job.until(lambda before=generation: job.workload.generation > before or job.workload.state.has_ended)
+        if job.workload.state.has_ended:
+            return
+
+
+def test_a_script_that_fails_alike_on_all_hosts_is_stopped_after_its_restarts_and_no_host_is_swapped() -> None:
+    made = Simulation(job(max_in_job_restarts=1, max_workload_restarts=2), 5)
+    fails_in_each_generation(made, dict.fromkeys(made.hosts, 1))
+    assert remedies(made) == [RemedyKind.RESTART_IN_JOB, *[RemedyKind.RESTART_WORKLOAD] * 2]
+    assert set(made.states().values()) == {HostState.READY}
+    assert "it is the script" in made.workload.reason
+    assert "exit status 1: ModuleNotFoundError: No module named 'x'" in made.workload.reason
+
+
+def test_hosts_that_fail_in_different_ways_are_swapped() -> None:
+    made = Simulation(job(max_in_job_restarts=1, max_workload_restarts=1), 5)
+    fails_in_each_generation(made, {f"host-{number}": number for number in range(1, 5)})
+    assert RemedyKind.HOT_SWAP in remedies(made)
+
+
+def test_a_script_that_has_made_a_step_is_not_taken_for_one_that_fails_at_its_begin() -> None:
+    made = started(5, max_in_job_restarts=1, max_workload_restarts=1)
+    made.lose_worker("host-0")
+    fails_in_each_generation(made, dict.fromkeys(made.hosts, 1))
+    assert RemedyKind.HOT_SWAP in remedies(made)
+
+
+def test_a_job_on_one_host_is_tried_on_another_before_its_script_is_found_guilty() -> None:
+    made = Simulation(job(replicas=1, max_in_job_restarts=1, max_workload_restarts=1), 4)
+    fails_in_each_generation(made, dict.fromkeys(made.hosts, 1))
+    assert remedies(made).count(RemedyKind.HOT_SWAP) == 1 and "it is the script" in made.workload.reason
+
+
 def test_no_workload_restarts_swaps_at_once() -> None:
     job = started(4, max_in_job_restarts=0, max_workload_restarts=0)
     job.lose_worker("host-1")

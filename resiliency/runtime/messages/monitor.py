@@ -41,7 +41,7 @@ __all__ = [
     "unpack",
 ]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 #: Plan number of an ask that belongs to no plan: the check of a host that joins. Plans are numbered from 1.
 NO_PLAN = 0
 #: The problem that a host reports when its monitor was told to end.

@@ -47,6 +47,7 @@ class Observation:
         rank: global rank, when it is about one.
         device: PCI address or index, when it is about one.
         device_class: for a DEVICE_FAULT.
+        exit_code: of a WORKER_LOST, minus the signal that ended it; None: it is not known.
         detail: for people.
     """
 
@@ -57,6 +58,7 @@ class Observation:
     rank: int | None = None
     device: str = ""
     device_class: DeviceClass | None = None
+    exit_code: int | None = None
     detail: str = ""
 
     @property

@@ -378,7 +378,7 @@ class KubernetesCluster:
             return ""
         path = f"/apis/batch/v1/namespaces/{self._namespace}/jobs/{jobs[0]}"
         patch = {
-            "metadata": {"annotations": {"resiliency/given-up": reason[:200]}},
+            "metadata": {"annotations": {"resiliency/given-up": reason[:_LONGEST_MESSAGE]}},
             "spec": {"activeDeadlineSeconds": 1},
         }
         try:
