@@ -438,6 +438,7 @@ class HostMonitor:
                 launcher=launcher.identity,
                 node_rank=place.node_rank,
                 nodes=place.nodes,
+                replicas=place.replicas,
             )
             self._state.give(given)
             self._save()
@@ -571,6 +572,7 @@ class HostMonitor:
             devices=device_count(),
             node_rank=given.node_rank if given is not None and has_place else -1,
             nodes=given.nodes if given is not None and has_place else 0,
+            replicas=given.replicas if given is not None and has_place else 0,
         )
 
     def _refused_for(self) -> tuple[str, int]:

@@ -49,7 +49,8 @@ class Given:
 
     Attributes:
         withdrawn: the launcher was told afterwards to have no ranks.
-        node_rank, nodes: of that place; -1 and 0: an earlier version of the library has not written them down.
+        node_rank, nodes, replicas: of that place; -1, 0 and 0: an earlier version of the library has not written them
+            down.
     """
 
     workload: str
@@ -58,6 +59,7 @@ class Given:
     withdrawn: bool = False
     node_rank: int = -1
     nodes: int = 0
+    replicas: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

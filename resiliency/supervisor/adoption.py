@@ -25,11 +25,19 @@ class RunningGeneration:
 
     Attributes:
         places: hosts by node rank.
+        replicas: data-parallel replicas; 0: hosts do not say.
     """
 
     workload: str
     generation: int
     places: tuple[str, ...]
+    replicas: int = 0
+
+    def hosts_per_replica(self, usual: int) -> int:
+        """Hosts that hold one replica. Args: usual: where hosts do not say; all of them, if they are no multiple."""
+        replicas = self.replicas or len(self.places) // usual
+        fits = replicas and len(self.places) % replicas == 0
+        return len(self.places) // replicas if fits else len(self.places)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +46,7 @@ class _Place:
     generation: int
     node_rank: int
     nodes: int
+    replicas: int
 
 
 class Adoption:
@@ -68,7 +77,11 @@ class Adoption:
         if report.node_rank < 0 or report.generation <= self._generations.get(report.workload, report.generation):
             return None
         self._places[host] = _Place(
-            workload=report.workload, generation=report.generation, node_rank=report.node_rank, nodes=report.nodes
+            workload=report.workload,
+            generation=report.generation,
+            node_rank=report.node_rank,
+            nodes=report.nodes,
+            replicas=report.replicas,
         )
         newest = max(one.generation for one in self._places.values() if one.workload == report.workload)
         hosts = {
@@ -79,7 +92,10 @@ class Adoption:
         if report.generation != newest or hosts.keys() != set(range(report.nodes)):
             return None
         return RunningGeneration(
-            workload=report.workload, generation=newest, places=tuple(hosts[each] for each in sorted(hosts))
+            workload=report.workload,
+            generation=newest,
+            places=tuple(hosts[each] for each in sorted(hosts)),
+            replicas=report.replicas,
         )
 
     def adopted(self, found: RunningGeneration) -> None:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from resiliency.errors import ConfigError
 from resiliency.runtime.messages.launcher import REPORT_S
 from resiliency.runtime.messages.monitor import StepKind
 from resiliency.runtime.messages.observations import DeviceClass, Observation, ObservationKind
@@ -172,30 +171,25 @@ class Controller:
         self._restored_s = now_s
 
     def add(self, spec: WorkloadSpec, now_s: float) -> None:
-        """Adds a workload that is to run, or changes the specification of a known one.
-
-        Raises:
-            ConfigError: hosts per replica cannot change while the workload runs.
-        """
+        """Adds a workload that is to run, or changes the specification of a known one. While it runs its hosts per
+        replica cannot change: then it keeps its size until it is begun anew."""
         known = self._workloads.get(spec.name)
         if known is None or known.state.has_ended:
             generation = 0 if known is None else known.generation
             self._set(Workload(spec=spec, generation=generation, since_s=now_s))
             return
         if known.places and spec.hosts_per_replica != known.spec.hosts_per_replica:
-            raise ConfigError(
-                f"workload {spec.name!r} runs with {known.spec.hosts_per_replica} hosts a replica; stop it before it"
-                f" gets {spec.hosts_per_replica}"
-            )
+            spec = spec.of_size(known.spec.replicas, known.spec.hosts_per_replica)
         if known.spec != spec:
             self._set(replace(known, spec=spec))
 
     def adopt(self, found: RunningGeneration, now_s: float, wall: float) -> bool:
-        """Takes ranks that run for those of the workload. Returns False when they do not fit its specification."""
+        """Takes ranks that run for those of the workload, which keeps their size. Returns False when they are older
+        than what is known."""
         workload = self._workloads.get(found.workload)
         if workload is None or not workload.generation < found.generation <= _MOST_GENERATION:
             return False
-        if not found.places or len(found.places) % workload.spec.hosts_per_replica:
+        if not found.places:
             return False
         if workload.plan is not None:
             self._end_plan(self._plans[workload.plan], Outcome.OVERTAKEN, "ranks of a later generation run", now_s)
@@ -207,16 +201,19 @@ class Controller:
             ", ".join(found.places),
             workload.generation,
         )
+        spec, size = workload.spec, found.hosts_per_replica(workload.spec.hosts_per_replica)
+        replicas = len(found.places) // size
         self._set(
             replace(
                 self._workloads[found.workload],
+                spec=spec if size == spec.hosts_per_replica else spec.of_size(replicas, size),
                 state=WorkloadState.RUNNING,
                 generation=found.generation,
                 places=found.places,
                 fresh=False,
                 replace=(),
                 replace_on=(),
-                replicas_before=len(found.places) // workload.spec.hosts_per_replica,
+                replicas_before=replicas,
                 since_s=now_s,
                 reason="",
                 by_hand=False,

@@ -6,7 +6,7 @@ Times that end in ``_s`` are seconds of the supervisor's monotonic clock; a host
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from resiliency.errors import ConfigError
@@ -161,6 +161,11 @@ class WorkloadSpec:
                 raise ConfigError(
                     f"workload {self.name!r}: {name}=0: nothing is done in no time, and each try would fail; pass more"
                 )
+
+    def of_size(self, replicas: int, hosts_per_replica: int) -> WorkloadSpec:
+        """The same for a job that runs already, with other sizes."""
+        least = min(self.min_replicas, replicas)
+        return replace(self, replicas=replicas, hosts_per_replica=hosts_per_replica, min_replicas=least)
 
     @property
     def hosts(self) -> int:

@@ -268,6 +268,11 @@ class Service:
             )
             return
         self.controller.add(spec, now_s)
+        self._say_other_size(spec.name)
+
+    def _say_other_size(self, name: str) -> None:
+        if problem := self.other_size_of(self.controller.workloads[name]):
+            logger.error("workload %s %s", name, problem)
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -687,6 +692,7 @@ class Service:
         found = self._adoption.reported(host, report)
         if found is not None and self.controller.adopt(found, now_s, time.time()):
             self._adoption.adopted(found)
+            self._say_other_size(found.workload)
             self._note_event(
                 EventKind.GENERATION_ADOPTED,
                 f"generation {found.generation} of {found.workload} is taken over: {', '.join(found.places)}",
@@ -1035,6 +1041,18 @@ class Service:
         self._due.set()
 
     # -- reading the state --------------------------------------------------------------------------------------------
+
+    def other_size_of(self, workload: Workload) -> str:
+        """What to do about a workload that runs with other sizes than the settings say, in words; "": it does not."""
+        wanted = next((spec for spec in self.settings.workloads if spec.name == workload.name), workload.spec)
+        runs, spec = workload.spec.hosts_per_replica, wanted.hosts_per_replica
+        if workload.state.has_ended or runs == spec:
+            return ""
+        return (
+            f"runs as {workload.spec.replicas} replicas of {runs} hosts, and the settings say {wanted.replicas} of"
+            f" {spec}: its ranks are left alone, and it keeps its size until it is begun anew; set the sizes back, or"
+            " stop this job and begin one of the new size"
+        )
 
     def step_of(self, workload: Workload) -> int:
         """The largest step that the workload's hosts have reported; -1: none."""

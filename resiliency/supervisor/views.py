@@ -70,7 +70,7 @@ def _workload(service: Service, workload: Workload) -> dict[str, Any]:
         "name": workload.name,
         "state": str(workload.state),
         "for_s": round(service.now_s() - workload.since_s, 1),
-        "reason": workload.reason,
+        "reason": workload.reason or service.other_size_of(workload),
         "generation": workload.generation,
         "step": service.step_of(workload),
         "goodput": None if goodput is None else round(goodput, 4),

@@ -130,6 +130,7 @@ class SimulatedHost:
             devices=8,
             node_rank=place.node_rank,
             nodes=place.nodes,
+            replicas=place.replicas,
         )
 
 

@@ -442,7 +442,9 @@ def test_a_rank_that_fails_by_itself_is_a_new_process_and_its_peer_stays(launch:
     assert job.wait() == EXIT_GAVE_UP, job.text
     pids = _processes(job.text)
     assert [len(set(pids[rank])) for rank in (0, 1)] == [1, 2], job.text
-    assert [job.text.count(f"ValueError: wrong in attempt {attempt}") for attempt in (0, 1)] == [1, 1], job.text
+    assert [job.text.count(f"[rank1]: ValueError: wrong in attempt {attempt}") for attempt in (0, 1)] == [1, 1], (
+        job.text
+    )
     assert "rank 1 (process" in job.text and "rank 0 (process" not in job.text
     job.descendants()
     assert job.left() == []

@@ -75,5 +75,5 @@ def test_messages_are_those_of_this_version_of_the_protocol() -> None:
     fields = {kind.__name__: sorted(kind.__dataclass_fields__) for kind in get_args(Message)}
     fields |= {kind.__name__: sorted(kind.__dataclass_fields__) for kind in (Ask, RankReport, Observation, Place)}
     known = hashlib.sha256(json.dumps([fields, sorted(StepKind), sorted(ObservationKind)]).encode()).hexdigest()
-    assert (PROTOCOL_VERSION, known[:16]) == (4, "91704200989e0f05")
+    assert (PROTOCOL_VERSION, known[:16]) == (5, "f74861e15821b7db")
     assert list(Refused.__dataclass_fields__) == ["reason"], "of all versions"

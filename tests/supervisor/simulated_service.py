@@ -234,6 +234,7 @@ class SimHost:
                 ranks=ranks,
                 node_rank=place.node_rank if place else -1,
                 nodes=place.nodes if place else 0,
+                replicas=place.replicas if place else 0,
             )
         )
 
@@ -433,7 +434,7 @@ class Whole:
     def check(self) -> None:
         assert self.broken == []
         self.check_owners()
-        assert not self.job or not self.job.places or len(self.job.places) >= self.spec.min_hosts
+        assert not self.job or not self.job.places or len(self.job.places) >= self.job.spec.min_hosts
         for host in self.hosts.values():
             for (plan, at, _, kind), count in host.effects.items():
                 if kind is not StepKind.VERIFY:  # a check leaves nothing behind, and may be made again

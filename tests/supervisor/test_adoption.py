@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from resiliency.runtime.messages.monitor import Report
 from resiliency.supervisor.adoption import Adoption, RunningGeneration
 from resiliency.supervisor.model import WorkloadSpec, WorkloadState
+from resiliency.supervisor.views import status_view
 
 from .simulated_service import PERIOD_S, TIMEOUT_S, Journal, Whole
 
@@ -105,6 +107,53 @@ def test_with_an_old_state_training_notices_nothing(whole: Whole) -> None:
     whole.pass_time(2 * (TIMEOUT_S + PERIOD_S))
     assert (whole.job.places, whole.job.state) == (before.places, RUNNING)
     assert told(whole) == known
+
+
+@pytest.mark.parametrize("keeps_state", [True, False])
+@pytest.mark.parametrize(
+    "sizes", [{"replicas": 1, "hosts_per_replica": 2}, {"replicas": 2, "hosts_per_replica": 3}, {"ranks_per_host": 8}]
+)
+def test_settings_of_other_sizes_leave_ranks_that_run_alone_and_it_is_said(
+    whole: Whole, sizes: dict[str, int], keeps_state: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    swap(whole)
+    before, known = whole.job, told(whole)
+    whole.kill()
+    if not keeps_state:
+        whole.journal = Journal()
+    whole.spec = replace(whole.spec, **sizes)
+    whole.start()
+    whole.until(lambda: whole.job is not None and whole.job.state is RUNNING)
+    whole.pass_time(3 * (TIMEOUT_S + PERIOD_S))
+    assert (whole.job.places, whole.job.replicas, told(whole)) == (before.places, 2, known)
+    assert whole.service is not None
+    (shown,) = status_view(whole.service)["workloads"]
+    if "ranks_per_host" in sizes:  # that is for the hosts to know
+        assert not shown["reason"]
+        return
+    said = (
+        f"runs as 2 replicas of 1 hosts, and the settings say {whole.spec.replicas} of {whole.spec.hosts_per_replica}"
+    )
+    assert said in shown["reason"]
+    assert sum(said in record.getMessage() for record in caplog.records) == 1
+    swap(whole)
+    assert whole.job.replicas == 2
+
+
+def test_a_job_that_is_begun_anew_has_the_sizes_of_the_settings(whole: Whole) -> None:
+    whole.kill()
+    whole.spec = replace(whole.spec, replicas=1, hosts_per_replica=2)
+    whole.start()
+    whole.until(lambda: whole.job is not None and whole.job.state is RUNNING)
+    generation = whole.job.generation
+    assert whole.service is not None and whole.service.stop_workload("job", "") and whole.service.start_workload("job")
+    whole.until(lambda: whole.job.generation > generation and whole.job.state is RUNNING)
+    assert (whole.job.replicas, len(whole.job.places)) == (1, 2)
+
+
+def test_hosts_that_do_not_say_their_replicas_keep_their_number() -> None:
+    found = RunningGeneration(workload="job", generation=4, places=("a", "b", "c"))
+    assert [found.hosts_per_replica(usual) for usual in (1, 2, 3, 4)] == [1, 3, 3, 3]
 
 
 def test_a_plan_of_the_old_state_is_over(whole: Whole) -> None:

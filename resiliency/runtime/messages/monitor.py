@@ -129,8 +129,8 @@ class Report:
         preempted: they have saved and left because they were told to go.
         problem: why the host cannot have ranks now; "": it can.
         devices: GPUs that the driver has; 0: there is no driver.
-        node_rank, nodes: of the place, see :class:`~resiliency.runtime.messages.places.Place`; -1 and 0: none. A
-            supervisor that does not know the job's ranks takes them over by these.
+        node_rank, nodes, replicas: of the place, see :class:`~resiliency.runtime.messages.places.Place`; -1, 0 and 0:
+            none. A supervisor that does not know the job's ranks takes them over by these.
     """
 
     number: int
@@ -144,6 +144,7 @@ class Report:
     devices: int = 0
     node_rank: int = -1
     nodes: int = 0
+    replicas: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +290,7 @@ _REPORT_KINDS: dict[str, tuple[type, ...]] = {
     "devices": (int,),
     "node_rank": (int,),
     "nodes": (int,),
+    "replicas": (int,),
 }
 assert _RANK_KINDS.keys() == RankReport.__dataclass_fields__.keys()
 assert _REPORT_KINDS.keys() == Report.__dataclass_fields__.keys() - {"ranks"}
