@@ -405,6 +405,8 @@ def explain(
         return
     state = "open" if found["open"] else f"over since {_clock(found['closed_at'])}: {found['outcome']}"
     typer.echo(f"incident {found['number']} of {found['workload']}, since {_clock(found['opened_at'])}, {state}")
+    if found["now"]:
+        typer.echo(f"now: {found['now']}")
     typer.echo("seen:")
     for one in found["observations"]:
         typer.echo(f"  {one['text']} (generation {one['generation']})")

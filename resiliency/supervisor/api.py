@@ -13,7 +13,7 @@ from aiohttp import web
 from resiliency.runtime.addresses import STANDS_BY, STANDS_BY_STATUS
 from resiliency.supervisor.page import render_page
 from resiliency.supervisor.service import Service
-from resiliency.supervisor.views import event_view, explain_view, status_view
+from resiliency.supervisor.views import event_view, explain_view, now_of, status_view
 
 if TYPE_CHECKING:
     from resiliency.supervisor.server import Supervisor
@@ -139,6 +139,9 @@ class _Api:
         if word == "last":
             number = max(service.controller.incidents, default=-1)
         found = explain_view(service, number)
+        if found is None and word == "last":
+            now = "; ".join(now_of(service, name) for name in service.controller.workloads)
+            return _error(404, f"there was no incident; {now}")
         if found is None:
             return _error(404, f"there is no incident {word[:40]}; `resiliency supervisor status` lists the latest")
         return web.json_response(found)

@@ -87,12 +87,13 @@ class Controller:
         period_s: float = 5.0,
         machine_of: Callable[[str], str] = lambda host: "",
         job_of: Callable[[str], str] = lambda host: "",
+        job_name: Callable[[str], str] = str,
         resorts: Callable[[Workload], Collection[RemedyKind]] = lambda workload: (),
     ) -> None:
         self._resorts = resorts
         self._sensor = sensor
         self._machine_of = machine_of
-        self._job_of = job_of
+        self._job_of, self._job_name = job_of, job_name
         #: Hosts of another job that were ready for a workload, by both jobs; each pair is logged once.
         self._foreign: set[tuple[str, str]] = set()
         self._policy = policy or DefaultPolicy()
@@ -138,6 +139,14 @@ class Controller:
             if place is not None:
                 return place
         return None
+
+    def ready_for(self, workload: Workload, now_s: float) -> list[str]:
+        """Hosts that are ready, have no place, and may work for the workload; by name."""
+        return self._spares(workload, now_s, dwell_s=0.0)
+
+    def free(self) -> set[str]:
+        """Hosts that are ready and have no place, of all jobs."""
+        return set(self._sensor.ready - self._taken())
 
     def active_plans(self) -> list[Plan]:
         found = (workload.plan for workload in self._workloads.values())
@@ -806,9 +815,9 @@ class Controller:
                     "%d ready hosts belong to job %s, and are not given to workload %s, which is job %s: a supervisor"
                     " runs one job at a time; the other waits for its end, or for a supervisor of its own",
                     counts[other],
-                    other,
+                    self._job_name(other),
                     workload.name,
-                    job,
+                    self._job_name(job),
                 )
         return [host for host in hosts if jobs[host] in ("", job)]
 

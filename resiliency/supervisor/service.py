@@ -54,6 +54,7 @@ from resiliency.supervisor.sensor import Sensor
 from resiliency.supervisor.settings import SupervisorSettings
 from resiliency.supervisor.store import HistoryEvent, LeadershipLost, StateStore, StateUnavailable
 from resiliency.supervisor.straggler_watch import StragglerWatch
+from resiliency.supervisor.waiting import names, waits_for
 from resiliency.telemetry.plain_text import plain_line
 
 __all__ = ["Link", "Service"]
@@ -180,7 +181,8 @@ class Service:
             ),
             period_s=settings.sensor.period_s,
             machine_of=self.machine_of,
-            job_of=self._job_of,
+            job_of=self.job_of,
+            job_name=self.job_name,
             resorts=self._resorts,
         )
         self.decided = Decided()
@@ -193,6 +195,8 @@ class Service:
         self._cluster = cluster or NoCluster()
         #: What the cluster says about hosts, also about those that have not connected.
         self._facts: dict[str, HostFacts] = {}
+        #: What people call each job.
+        self._job_names: dict[str, str] = {}
         #: Hosts that are no more, as the cluster says. They are forgotten when their places are given to others.
         self._gone: set[str] = set()
         #: Why hosts on a machine cannot have ranks, as its watchdogs say; "": they can.
@@ -565,9 +569,10 @@ class Service:
         if not self._cluster.vouches:
             return True
         jobs = {each.job for each in self.decided.workloads.values()}
-        return host in self._facts and (self._job_of(host) in jobs or "" in jobs)
+        return host in self._facts and (self.job_of(host) in jobs or "" in jobs)
 
-    def _job_of(self, host: str) -> str:
+    def job_of(self, host: str) -> str:
+        """What the host belongs to, as the cluster says; "": it does not say."""
         facts = self._facts.get(host)
         return "" if facts is None else facts.job
 
@@ -839,6 +844,7 @@ class Service:
             self._gone.add(facts.host)
         else:
             self._facts[facts.host] = facts
+            self._job_names[facts.job] = facts.job_name
             if facts.job and facts.ended is not None:
                 self._heed_ends(facts.job, facts.ended)
         if self.sensor.host(facts.host) is not None:
@@ -1053,6 +1059,38 @@ class Service:
             f" {spec}: its ranks are left alone, and it keeps its size until it is begun anew; set the sizes back, or"
             " stop this job and begin one of the new size"
         )
+
+    def job_name(self, job: str) -> str:
+        """What people call a job; with a part of its identity, because the next one may have the same name."""
+        name = self._job_names.get(job) or job
+        return name if name == job else f"{name} ({job[:8]})"
+
+    def waits_for(self, workload: Workload) -> str:
+        """What a workload waits for, and who waits for it, in words; "": nobody waits."""
+        now_s = self._clock()
+        ready = self.controller.ready_for(workload, now_s)
+        others = Counter(self.job_of(host) for host in self.controller.free() - set(ready)) if workload.job else {}
+        of_others = {self.job_name(job): count for job, count in others.items() if job not in ("", workload.job)}
+        if workload.state is WorkloadState.WAITING:
+            mine = [host for host in self.sensor.hosts() if self._may_be_of(workload, host.name)]
+            return waits_for(
+                workload.spec,
+                ready=ready,
+                hosts=[host for host in mine if self.controller.place_of(host.name) is None],
+                unheard=[
+                    name for name in self._facts if self.sensor.host(name) is None and self._may_be_of(workload, name)
+                ],
+                has_pods=self._cluster.vouches,
+                of_others=of_others,
+            )
+        if not of_others:
+            return ""
+        left = [host for host in self._facts if self.job_of(host) == workload.job and self._is_connected(host)]
+        until = f" and for {names(left)} to leave" if workload.state.has_ended and left else ""
+        return f"hosts of {', '.join(of_others)} wait for the end of {self.job_name(workload.job)}{until}"
+
+    def _may_be_of(self, workload: Workload, host: str) -> bool:
+        return not workload.job or self.job_of(host) in ("", workload.job)
 
     def step_of(self, workload: Workload) -> int:
         """The largest step that the workload's hosts have reported; -1: none."""

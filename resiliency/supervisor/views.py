@@ -10,7 +10,7 @@ from resiliency.supervisor.service import Service
 from resiliency.supervisor.store import HistoryEvent
 from resiliency.supervisor.wording import describe
 
-__all__ = ["event_view", "explain_view", "status_view"]
+__all__ = ["event_view", "explain_view", "now_of", "status_view"]
 
 #: How many closed incidents are shown.
 _RECENT = 20
@@ -50,6 +50,13 @@ def explain_view(service: Service, number: int) -> dict[str, Any] | None:
     return None if incident is None else _incident(service, incident)
 
 
+def now_of(service: Service, name: str) -> str:
+    """A workload's state and the reason for it, in words."""
+    workload = service.controller.workloads.get(name)
+    reason = "" if workload is None else _reason(service, workload)
+    return "" if workload is None else f"{name} is {workload.state}" + (f": {reason}" if reason else "")
+
+
 def event_view(event: HistoryEvent) -> dict[str, Any]:
     return {
         "number": event.number,
@@ -70,7 +77,8 @@ def _workload(service: Service, workload: Workload) -> dict[str, Any]:
         "name": workload.name,
         "state": str(workload.state),
         "for_s": round(service.now_s() - workload.since_s, 1),
-        "reason": workload.reason or service.other_size_of(workload),
+        "reason": _reason(service, workload),
+        "job": service.job_name(workload.job),
         "generation": workload.generation,
         "step": service.step_of(workload),
         "goodput": None if goodput is None else round(goodput, 4),
@@ -88,6 +96,11 @@ def _workload(service: Service, workload: Workload) -> dict[str, Any]:
     }
 
 
+def _reason(service: Service, workload: Workload) -> str:
+    said = (workload.reason, service.other_size_of(workload), service.waits_for(workload))
+    return "; ".join(filter(None, said))
+
+
 def _host(service: Service, host: Host) -> dict[str, Any]:
     placed = service.decided.place(host.name)
     ago = service.heard_ago_s(host.name)
@@ -100,6 +113,7 @@ def _host(service: Service, host: Host) -> dict[str, Any]:
         "address": host.address,
         "block": host.block,
         "machine": service.machine_of(host.name),
+        "job": service.job_name(service.job_of(host.name)),
         "falls": host.falls,
         "free_in_s": (
             round(max(0.0, host.free_at_s - service.now_s()), 1) if host.state is HostState.QUARANTINED else None
@@ -118,6 +132,7 @@ def _incident(service: Service, incident: Incident) -> dict[str, Any]:
         "opened_at": incident.opened_at,
         "closed_at": incident.closed_at,
         "outcome": incident.outcome,
+        "now": now_of(service, incident.workload) if incident.is_open else "",
         "observations": [
             {
                 "kind": str(one.kind),

@@ -480,6 +480,12 @@ class Whole:
         host = self.hosts[name]
         host.up, host.place = False, None
 
+    def add_host(self, name: str, *, of: str) -> None:
+        """Another job has one more host."""
+        self.others[name] = of
+        self.hosts[name] = SimHost(self, name)
+        self.is_of(self.submitted)
+
     def bring_back(self, name: str) -> None:
         host = self.hosts[name]
         host.up = True

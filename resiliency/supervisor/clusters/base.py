@@ -42,6 +42,7 @@ class HostFacts:
         node: the machine that it runs on.
         block: failure domain of the machine; "": unknown.
         job: identifies what the user has submitted (a JobSet); "": unknown.
+        job_name: what people call it.
         ended: what the cluster was told to keep with the job, see :meth:`Cluster.keep`; None: it does not know yet.
         unwanted: why the cluster, or somebody who works on it, wants the host empty; "": nobody does.
         is_gone: the host is no more, and none of this name will come.
@@ -51,6 +52,7 @@ class HostFacts:
     node: str = ""
     block: str = ""
     job: str = ""
+    job_name: str = ""
     ended: str | None = None
     unwanted: str = ""
     is_gone: bool = False

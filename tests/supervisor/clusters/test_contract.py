@@ -96,9 +96,19 @@ def test_hosts_are_pods_on_nodes_from_the_first_to_the_last_that_is_said_of_them
             one, other = server.add_node("n-1", block="b-1"), server.add_node("n-2", block="b-2")
             server.add_pod("a", one)
             async with watched(server) as cluster:
-                await until(lambda: cluster.facts.get("a") == HostFacts(host="a", node=one, block="b-1", job="train"))
+                await until(
+                    lambda: (
+                        cluster.facts.get("a")
+                        == HostFacts(host="a", node=one, block="b-1", job="train", job_name="train")
+                    )
+                )
                 server.add_pod("b", other)
-                await until(lambda: cluster.facts.get("b") == HostFacts(host="b", node=other, block="b-2", job="train"))
+                await until(
+                    lambda: (
+                        cluster.facts.get("b")
+                        == HostFacts(host="b", node=other, block="b-2", job="train", job_name="train")
+                    )
+                )
                 server.change_node(other, {"spec": {"unschedulable": True}})
                 await until(lambda: cluster.facts["b"].unwanted == f"node {other} is cordoned")
                 assert not cluster.facts["a"].unwanted

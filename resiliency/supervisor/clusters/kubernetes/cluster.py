@@ -197,6 +197,7 @@ class KubernetesCluster:
             node=node.name,
             block=node.block,
             job=pod.jobset,
+            job_name=pod.jobset_name,
             ended=None if (jobset := self._jobset(pod.jobset)) is None else jobset.ended,
             unwanted=unwanted_because(node, pod),
         )

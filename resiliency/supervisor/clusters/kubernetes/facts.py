@@ -54,6 +54,7 @@ class Pod:
 
     Attributes:
         job, jobset: that it belongs to; the second by its uid, where the version of JobSet tells it.
+        jobset_name: of its JobSet.
         is_going: somebody has deleted it already.
     """
 
@@ -62,6 +63,7 @@ class Pod:
     node: str = ""
     job: str = ""
     jobset: str = ""
+    jobset_name: str = ""
     is_going: bool = False
 
 
@@ -123,6 +125,7 @@ def pod_of(item: Mapping[str, Any]) -> Pod | None:
         node=(item.get("spec") or {}).get("nodeName") or "",
         job=labels.get("batch.kubernetes.io/job-name", ""),
         jobset=labels.get("jobset.sigs.k8s.io/jobset-uid") or labels.get("jobset.sigs.k8s.io/jobset-name", ""),
+        jobset_name=labels.get("jobset.sigs.k8s.io/jobset-name", ""),
         is_going="deletionTimestamp" in metadata,
     )
 
