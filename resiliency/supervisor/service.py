@@ -199,6 +199,8 @@ class Service:
         self._job_names: dict[str, str] = {}
         #: Hosts that are no more, as the cluster says. They are forgotten when their places are given to others.
         self._gone: set[str] = set()
+        #: Since when the machines of hosts that were never heard of are down.
+        self._down_s: dict[str, float] = {}
         #: Why hosts on a machine cannot have ranks, as its watchdogs say; "": they can.
         self._node_problems: dict[str, str] = {}
         #: What the cluster keeps with each job about the ends of its workloads.
@@ -450,7 +452,8 @@ class Service:
                 heard.link.close("not heard of for too long")
 
     def _take_out(self, now_s: float) -> None:
-        """Tells the cluster of hosts that were replaced, and of spares that have died, until it has taken them out."""
+        """Tells the cluster of hosts that were replaced, and of others without a place that have died, until it has
+        taken them out."""
         self.decided.out = {name: plan for name, plan in self.decided.out.items() if not self._is_back(name)}
         if not self.leads() or self.sensor.frozen:
             return
@@ -458,6 +461,13 @@ class Service:
         for name in self.sensor.silent_for(_LEFT_BEHIND * self.settings.sensor.timeout_s, now_s):
             if name in self._facts and self.decided.place(name) is None:
                 wanted.setdefault(name, "it is not heard of any more")
+        # A host that has died with the leader before was never heard of here. On a machine that works it may be one
+        # that still starts.
+        down = [one.host for one in self._facts.values() if one.is_down and self.sensor.host(one.host) is None]
+        self._down_s = {name: self._down_s.get(name, now_s) for name in down}
+        for name, since_s in self._down_s.items():
+            if now_s - since_s > _LEFT_BEHIND * self.settings.sensor.timeout_s:
+                wanted.setdefault(name, "its node is down, and it was not heard of")
         for name, reason in wanted.items():
             known = self.sensor.host(name)
             is_dead = known is None or now_s - known.heard_s > self.settings.sensor.timeout_s

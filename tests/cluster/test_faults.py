@@ -101,6 +101,19 @@ def test_a_supervisor_that_is_killed_with_a_node_goes_on_with_the_swap(start: St
     job.check(before, out={before[0]}, spares=spares, nodes=nodes if keep_state else ())
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(240)
+def test_a_node_that_has_died_with_the_leader_is_taken_out_by_the_next_one_when_it_is_not_ready(start: Start) -> None:
+    job = start(spares=1)
+    before, spares, generation = job.places(), job.ready_spares(), job.generation()
+    job.supervisors[0].kill()
+    nodes = job.kill_nodes(before[0])
+    job.supervisors[0].begin_again(keep_state=False)
+    job.until_it_trains(after=generation)
+    wait_for("the node is taken out", lambda: job.taken_out() == nodes, timeout_s=150)
+    job.check(before, out={before[0]}, spares=spares, nodes=nodes)
+
+
 def test_a_leader_that_is_stopped_past_its_lease_does_nothing_afterwards(start: Start) -> None:
     job = start(spares=2, supervisors=2)
     before, spares, generation = job.places(), job.ready_spares(), job.generation()

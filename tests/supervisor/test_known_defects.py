@@ -18,12 +18,14 @@ from resiliency.monitor.watchdogs.registry import WatchdogSettings, make_watchdo
 from resiliency.runtime.messages.monitor import StepKind
 from resiliency.runtime.messages.observations import DeviceClass, ObservationKind
 from resiliency.supervisor import server
+from resiliency.supervisor.clusters.base import HostFacts
 from resiliency.supervisor.model import HostState, Outcome, Remedy, RemedyKind, WorkloadSpec, WorkloadState
 from resiliency.supervisor.policy import Situation
 from resiliency.supervisor.settings import HookSettings, split_address
 
 from .fake_monitors import TIMEOUT_S, job, leading, monitors, settings, until, url_of
 from .simulated import Simulation
+from .simulated_service import TIMEOUT_S as SILENT_S
 from .simulated_service import Whole
 
 RUNNING = WorkloadState.RUNNING
@@ -170,6 +172,19 @@ def test_lost_events_a_backend_that_throws_ends_no_remedy(whole: Whole) -> None:
     plan = whole.journal.plans[max(whole.journal.plans)]
     assert plan.outcome is Outcome.DONE and plan.remedy.kind is RemedyKind.HOT_SWAP
     whole.until(lambda: "h-0" in whole.taken_out)
+    assert whole.job.state is RUNNING
+
+
+@pytest.mark.parametrize("is_down", [True, False])
+def test_a_host_that_died_with_the_leader_before_is_taken_out_when_its_machine_is_down(
+    whole: Whole, is_down: bool
+) -> None:
+    assert whole.service is not None
+    whole.service.cluster_says(HostFacts(host="never-heard", node="n", is_down=is_down))
+    whole.pass_time(SILENT_S)
+    assert not whole.taken_out, "the machine may only be away for a moment"
+    whole.pass_time(3 * SILENT_S)
+    assert whole.taken_out == ({"never-heard"} if is_down else set())
     assert whole.job.state is RUNNING
 
 

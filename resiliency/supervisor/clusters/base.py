@@ -45,6 +45,7 @@ class HostFacts:
         job_name: what people call it.
         ended: what the cluster was told to keep with the job, see :meth:`Cluster.keep`; None: it does not know yet.
         unwanted: why the cluster, or somebody who works on it, wants the host empty; "": nobody does.
+        is_down: its machine does not work, as the cluster says.
         is_gone: the host is no more, and none of this name will come.
     """
 
@@ -55,6 +56,7 @@ class HostFacts:
     job_name: str = ""
     ended: str | None = None
     unwanted: str = ""
+    is_down: bool = False
     is_gone: bool = False
 
 

@@ -243,7 +243,9 @@ def test_a_pod_that_somebody_else_deletes_is_given_its_grace_and_its_node_is_lef
                 await asyncio.sleep(0.2 if cordoned else 0)  # the deletion changes none of the facts
                 assert await cluster.take_out("a", "drained", is_dead=True) == ""
                 assert server.writes() == [] and server.pods() == {"a"}
+                assert not cluster.facts["a"].is_down
                 server.set_ready(node, False)
+                await until(lambda: cluster.facts["a"].is_down)
 
                 async def taken_out() -> bool:
                     assert await cluster.take_out("a", "drained", is_dead=True) == ""

@@ -200,6 +200,7 @@ class KubernetesCluster:
             job_name=pod.jobset_name,
             ended=None if (jobset := self._jobset(pod.jobset)) is None else jobset.ended,
             unwanted=unwanted_because(node, pod),
+            is_down=not node.ready,
         )
         if self._facts.get(pod.name) != facts:
             self._facts[pod.name] = facts
