@@ -40,6 +40,7 @@ class Release:
     Args:
         folder: shared by all hosts, as a file system of a cluster is.
         script: what ranks run, with the folder and ``--steps``.
+        more_nodes: beside those that the job needs.
         settings: further values of the supervisor's chart.
     """
 
@@ -53,20 +54,20 @@ class Release:
         steps: int,
         supervisors: int = 1,
         script: Path = JOB,
+        more_nodes: int = 0,
         **settings: Any,
     ) -> None:
-        self._script = script
         self.rig, self.cluster, self.folder = rig, rig.cluster, folder
         self.hosts, self.spares = hosts, spares
         self.system, self.jobs = rig.namespace("system"), rig.namespace("jobs")
         for number in range(supervisors):
             rig.node(f"infra-{number}", gpus=0, labels={"infra": "yes"})
         self.nodes: dict[str, ProcessNode] = {}
-        for number in range(hosts + spares):
+        for number in range(hosts + spares + more_nodes):
             node = rig.node(f"gpu-{number}")
             self.nodes[node.name] = node
         self._install_supervisor(supervisors, settings)
-        self._install_job(steps)
+        self.submit("train", folder, steps=steps, script=script)
 
     def _install_supervisor(self, replicas: int, settings: dict[str, Any]) -> None:
         values = {
@@ -87,17 +88,18 @@ class Release:
         }
         self._helm("install", "supervisor", self.system, values)
 
-    def _install_job(self, steps: int) -> None:
+    def submit(self, name: str, folder: Path, *, steps: int, script: Path = JOB) -> None:
+        """Installs a job of this name, whose ranks write into the folder."""
         variables = {
             "PYTHONPATH": str(REPOSITORY),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
-            "RESILIENCY_EVENTS_DIR": str(self.folder / "events"),
+            "RESILIENCY_EVENTS_DIR": str(folder / "events"),
         }
         values = {
             "workload": {
                 "image": "none",
-                "script": [str(self._script), str(self.folder)],
+                "script": [str(script), str(folder)],
                 "flags": ["--steps", str(steps)],
                 "num_dp_replicas": self.hosts,
                 "num_nodes_per_dp": 1,
@@ -110,7 +112,7 @@ class Release:
             },
             "infrastructure": {"supervisor_address": self.urls},
         }
-        self._helm("install", "train", self.jobs, values, chart="workload")
+        self._helm("install", name, self.jobs, values, chart="workload")
 
     @property
     def urls(self) -> str:
