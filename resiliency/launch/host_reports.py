@@ -67,15 +67,17 @@ class HostReports:
         self._lost.add(rank)
         self._link.stand(("lost", rank), message)
 
-    def lost_peers(self, ranks: Iterable[int]) -> None:
+    def lost_peers(self, ranks: Iterable[int], *, ended: Iterable[int] = ()) -> None:
         """Reports the ranks that wait because a peer is gone, while no rank of this host has failed; empty withdraws
-        it."""
+        it. Args: ended: ranks of this host that have ended with status 0."""
         found = tuple(sorted(ranks))
         if found == self._lost_peers:
             return
         self._lost_peers = found
         if found:
-            self._link.stand("lost_peers", LostPeers(generation=self._generation, ranks=found))
+            self._link.stand(
+                "lost_peers", LostPeers(generation=self._generation, ranks=found, ended=tuple(sorted(ended)))
+            )
         else:
             self._link.take_back("lost_peers")
 

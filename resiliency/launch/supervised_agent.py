@@ -30,11 +30,11 @@ from resiliency.events import EventKind
 from resiliency.launch.elastic import StandbyAgent, StandbyOptions, last_lines, reason_of, short
 from resiliency.launch.host_reports import HostReports
 from resiliency.launch.orders import Wish
-from resiliency.launch.rank_handlers import kill_group
+from resiliency.launch.rank_handlers import Kept, kill_group
 from resiliency.launch.rank_sights import STACKS_S, RankSights, ask_for_stacks
 from resiliency.launch.supervised import SupervisedRendezvous
 from resiliency.runtime.exit_codes import PREEMPTED
-from resiliency.runtime.messages.launcher import REPORT_S
+from resiliency.runtime.messages.launcher import REPORT_S, ended_early_text
 from resiliency.runtime.messages.places import Place
 from resiliency.runtime.processes import pidfds_of, reap_others, wait_for_any
 from resiliency.settings import (
@@ -226,7 +226,9 @@ class SupervisedAgent(StandbyAgent):
         self._answer()
         if result.state is WorkerState.HEALTHY:
             self._say_running()
-            self._reports.lost_peers(worker_group.workers[local_rank].global_rank for local_rank in self._lost_peers())
+            workers = worker_group.workers
+            waiting = (workers[local_rank].global_rank for local_rank in self._lost_peers())
+            self._reports.lost_peers(waiting, ended=self._ended_well())
             self._say_saved()
             now = time.monotonic()
             if now >= self._report_at_s:
@@ -260,7 +262,18 @@ class SupervisedAgent(StandbyAgent):
                 rank = self._worker_group.workers[local_rank].global_rank
                 said = last_lines(dict(getattr(context, "stderrs", {})).get(local_rank, ""), count=1)
                 reason = reason_of(context._failures[local_rank].error_file_data) or short("".join(said).strip())
+                early = ended_early_text(self._ended_well())
+                reason = "; ".join(filter(None, (reason, early)))
                 self._reports.lost(rank, code, reason=reason, preempted=self.preempted)
+
+    def _ended_well(self) -> list[int]:
+        """Ranks of this host that have ended with status 0, by themselves."""
+        workers, handlers = self._worker_group.workers, self._handlers()
+        return [
+            workers[local_rank].global_rank
+            for local_rank, handler in handlers.items()
+            if handler.proc.poll() == 0 and not isinstance(handler.proc, Kept)
+        ]
 
     def _say_running(self) -> None:
         workers = self._worker_group.workers

@@ -56,6 +56,7 @@ from resiliency.runtime.messages.launcher import (
     Save,
     Saved,
     Waiting,
+    ended_early_text,
 )
 from resiliency.runtime.messages.monitor import (
     MONITOR_ENDS,
@@ -712,9 +713,10 @@ class HostMonitor:
             generation = self._seen.generation
             ranks = ", ".join(map(str, message.ranks[:16]))
             loop = asyncio.get_running_loop()
-            self._lost_peers = loop.call_later(_LOST_PEERS_S, self._nobody_was_lost, generation, ranks)
+            early = ended_early_text(message.ended)
+            self._lost_peers = loop.call_later(_LOST_PEERS_S, self._nobody_was_lost, generation, ranks, early)
 
-    def _nobody_was_lost(self, generation: int, ranks: str) -> None:
+    def _nobody_was_lost(self, generation: int, ranks: str, early: str) -> None:
         self._lost_peers = None
         seen = self._seen
         if seen.generation != generation:
@@ -725,7 +727,7 @@ class HostMonitor:
                 host=self._settings.host,
                 workload=seen.workload,
                 generation=generation,
-                detail=f"ranks {ranks} have lost a peer, and no host has reported a lost rank",
+                detail=f"ranks {ranks} have lost a peer, and {early or 'no host has reported a lost rank'}",
             )
         )
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from resiliency.runtime.messages.launcher import REPORT_S
+from resiliency.runtime.messages.launcher import REPORT_S, ended_early_text
 from resiliency.runtime.messages.monitor import StepKind
 from resiliency.runtime.messages.observations import DeviceClass, Observation, ObservationKind
 from resiliency.runtime.messages.places import Place
@@ -334,7 +334,16 @@ class Controller:
         else:
             concerned = [each for each in concerned if one.host in each.places or self._is_to_come(each, one.host)]
         for workload in concerned:
-            self._note(workload, replace(one, workload=workload.name, generation=workload.generation), now_s, wall)
+            seen = replace(one, workload=workload.name, generation=workload.generation)
+            if one.kind in _ENDS_A_GENERATION and (early := self._ended_early(workload)):
+                seen = replace(seen, detail="; ".join(filter(None, (one.detail, early))))
+            self._note(workload, seen, now_s, wall)
+
+    def _ended_early(self, workload: Workload) -> str:
+        """Which ranks have ended with status 0 while others have not, in words; "": none."""
+        ended, count = self._seen_of(workload).ended, workload.spec.ranks_per_host
+        at = [node_rank for node_rank, host in enumerate(workload.places) if host in ended]
+        return ended_early_text([node_rank * count + rank for node_rank in at for rank in range(count)])
 
     def step_ended(
         self, plan_number: int, at: int, now_s: float, wall: float, *, problem: str = "", hosts: Sequence[str] = ()

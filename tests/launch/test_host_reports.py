@@ -68,7 +68,7 @@ def test_what_stands_is_what_is_true_now() -> None:
     assert link.standing == ["running", "lost_peers"]
     reports.lost_peers([])
     assert link.standing == ["running"]
-    reports.lost_peers([0])
+    reports.lost_peers([0], ended=[1])
     reports.waiting(warm=True)
     assert link.standing == ["lost_peers", "waiting"] and reports.has_said_why
     reports.started(2)

@@ -53,6 +53,8 @@ SUMMING = """
         done = torch.zeros(1)
         while not done:
             time.sleep(0.005)
+            if (folder / f"leave-{rank}").exists():
+                os._exit(0)
             beat()
             worked(0.25)
             done.fill_(float((folder / "go").exists()))
@@ -236,6 +238,25 @@ def test_ranks_go_on_while_the_monitor_is_away_and_it_is_told_again_what_is_true
     assert host.wait("lost", generation=1)[1]["rank"] == 1
     cluster.supervisor.place(host)
     assert cluster.there(2, 0)["pid"] == pids[0]
+    cluster.finish(host)
+
+
+@pytest.mark.parametrize("stays", few([True, False], [True]), ids=["ranks stay", "plain script"])
+def test_a_rank_that_ends_with_status_0_before_the_others_is_named(stays: bool, cluster: Cluster) -> None:
+    host = cluster.host(ranks=2, stays=stays)
+    cluster.supervisor.place(host)
+    cluster.there(1, 0)
+    cluster.there(1, 1)
+    (cluster.folder / "leave-1").touch()
+    if stays:
+        said = host.wait("lost_peers", generation=1)[1]
+        assert (said["ranks"], said["ended"]) == ([0], [1])
+    else:
+        said = host.wait("lost", generation=1)[1]
+        assert said["rank"] == 0 and said["reason"].endswith("rank 1 ended with status 0 before the others")
+    (cluster.folder / "leave-1").unlink()
+    cluster.supervisor.place(host)
+    cluster.there(2, 0)
     cluster.finish(host)
 
 

@@ -279,9 +279,10 @@ def test_ranks_that_lost_a_peer_are_news_only_when_nobody_says_which(
         await host.with_place(2)
         await asyncio.sleep(0.4)
         assert not host.supervisor.observations
-        host.launchers.say(pid, kind="lost_peers", generation=2, ranks=[0, 1])
+        host.launchers.say(pid, kind="lost_peers", generation=2, ranks=[0, 1], ended=[2])
         (seen,) = await host.supervisor.observed(1)
-        assert seen.kind is ObservationKind.NO_PROGRESS and "0, 1" in seen.detail
+        assert seen.kind is ObservationKind.NO_PROGRESS
+        assert seen.detail == "ranks 0, 1 have lost a peer, and rank 2 ended with status 0 before the others"
 
     on_host(tmp_path, scenario)
 

@@ -187,6 +187,24 @@ def test_a_job_on_one_host_is_tried_on_another_before_its_script_is_found_guilty
     assert remedies(made).count(RemedyKind.HOT_SWAP) == 1 and "it is the script" in made.workload.reason
 
 
+def test_ranks_that_ended_with_status_0_before_the_others_are_named() -> None:
+    made = started(ranks_per_host=2)
+    made.controller.reported("host-1", "job", made.workload.generation, made.now, step=made.step, ended=True)
+    seen(
+        made,
+        "host-0",
+        ObservationKind.NO_PROGRESS,
+        workload="job",
+        generation=made.workload.generation,
+        detail="no peer",
+    )
+    made.pass_time(1)
+    (incident,) = made.controller.incidents.values()
+    assert [one.detail for one in incident.observations] == [
+        "no peer; ranks 2, 3 ended with status 0 before the others"
+    ]
+
+
 def test_no_workload_restarts_swaps_at_once() -> None:
     job = started(4, max_in_job_restarts=0, max_workload_restarts=0)
     job.lose_worker("host-1")

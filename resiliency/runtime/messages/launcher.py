@@ -6,7 +6,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -32,6 +32,7 @@ __all__ = [
     "Saved",
     "Stacks",
     "Waiting",
+    "ended_early_text",
     "kind_of",
     "of_launcher",
     "of_monitor",
@@ -105,10 +106,15 @@ class Lost:
 
 @dataclass(frozen=True, kw_only=True)
 class LostPeers:
-    """Ranks wait after an error that says a peer is lost, and no rank of this host has failed."""
+    """Ranks wait after an error that says a peer is lost, and no rank of this host has failed.
+
+    Attributes:
+        ended: ranks of this host that have ended with status 0 before.
+    """
 
     generation: int
     ranks: tuple[int, ...] = ()
+    ended: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +191,13 @@ class Save:
     """The monitor wants all ranks to save after this optimizer step, and an answer (:class:`Saved`)."""
 
     step: int
+
+
+def ended_early_text(ranks: Sequence[int]) -> str:
+    """Why others have lost a peer, in words; "" where no rank has ended."""
+    if not ranks:
+        return ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} ended with status 0 before the others"
 
 
 FromLauncher = Waiting | Master | Running | Lost | LostPeers | Pages | Ended | Saved
