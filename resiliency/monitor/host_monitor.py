@@ -299,7 +299,7 @@ class HostMonitor:
             return self._save()
 
         self._seen = _Seen()
-        self._warm.clear()
+        self._set_warm(False)
         self._completed_at_s = None
         try:
             self._launcher = start_launcher(command, all_variables(), written)
@@ -322,7 +322,7 @@ class HostMonitor:
         launcher.end_ranks()
         end_processes(self._state.ranks)  # ranks of an adopted launcher that ended before it had reported them
         self._launcher = None
-        self._warm.clear()
+        self._set_warm(False)
         seen = self._seen
         self._see_anew(_Seen())
         if self._saving is not None and not self._saving.done():
@@ -619,6 +619,15 @@ class HostMonitor:
 
     # -- messages of the launcher -------------------------------------------------------------------------------------
 
+    def _set_warm(self, warm: bool) -> None:
+        """Whether the launcher could start ranks at once, or has."""
+        if warm and not self._warm.is_set():
+            self._warm.set()
+            self._folder.show_ready(True)
+        elif not warm:
+            self._warm.clear()
+            self._folder.show_ready(False)
+
     def _launcher_connected(self, is_connected: bool) -> None:
         self._told = None
         if is_connected:
@@ -627,7 +636,7 @@ class HostMonitor:
 
     def _heard(self, message: FromLauncher) -> None:
         if not isinstance(message, Waiting) or message.warm:
-            self._warm.set()
+            self._set_warm(True)
         if isinstance(message, Saved):
             if self._saving is not None and not self._saving.done():
                 self._saving.set_result(message.problem)

@@ -237,6 +237,17 @@ class StateFolder:
         self._problem = ""
         return True
 
+    def show_ready(self, ready: bool) -> None:
+        """Makes the file ``ready``, or removes it: a probe of the host looks whether it is there."""
+        path = os.path.join(self.path, "ready")
+        try:
+            if ready:
+                os.close(open_regular(path, os.O_WRONLY | os.O_CREAT, 0o600))
+            elif os.path.lexists(path):
+                os.unlink(path)
+        except OSError as error:
+            logger.warning("%s cannot be %s: %s", path, "made" if ready else "removed", error.strerror)
+
     @property
     def _file(self) -> str:
         return os.path.join(self.path, "monitor.json")

@@ -147,7 +147,12 @@ def test_a_lost_host_is_replaced_alone_and_the_job_ends_with_its_first_host(helm
     assert spec["successPolicy"] == {"operator": "Any", "targetReplicatedJobs": ["host"]}
     assert spec["failurePolicy"] == {"maxRestarts": 0, "rules": [{"name": "given_up", "action": "FailJobSet"}]}
     assert spec["network"]["publishNotReadyAddresses"] is True
-    assert one(objects, "PodDisruptionBudget")["spec"]["minAvailable"] == 6
+    budget = one(objects, "PodDisruptionBudget")["spec"]
+    assert (budget["minAvailable"], budget["unhealthyPodEvictionPolicy"]) == (6, "AlwaysAllow")
+    (container,) = pod_of(objects)["spec"]["containers"]
+    (state,) = (each["mountPath"] for each in container["volumeMounts"] if each["name"] == "state")
+    assert container["readinessProbe"]["exec"]["command"] == ["test", "-f", f"{state}/ready"]
+    assert container["command"][container["command"].index("--state-dir") + 1] == state
 
 
 def test_a_host_proves_who_it_is_and_may_save(helm4: Helm) -> None:

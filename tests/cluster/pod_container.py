@@ -160,21 +160,34 @@ class Container:
 
     async def _probe(self, probe: Json, decided: Callable[[bool], None]) -> None:
         """Calls ``decided`` when enough answers in a row are good, or bad."""
-        target = probe["httpGet"]
-        names = {port.get("name"): port["containerPort"] for port in self.spec.get("ports", ())}
-        scheme, port = target.get("scheme", "HTTP").lower(), names.get(target["port"], target["port"])
-        address = f"{scheme}://{target.get('host', self.pod.ip)}:{port}{target.get('path', '/')}"
         enough = {True: probe.get("successThreshold", 1), False: probe.get("failureThreshold", 3)}
-        limit = aiohttp.ClientTimeout(total=probe.get("timeoutSeconds", 1))
         last, in_a_row = False, 0
         await asyncio.sleep(probe.get("initialDelaySeconds", 0))
         while True:
-            try:
-                async with self.pod.api.session.get(address, ssl=False, timeout=limit) as answer:
-                    good = 200 <= answer.status < 400
-            except (aiohttp.ClientError, asyncio.TimeoutError):
-                good = False
+            good = await (self._runs(probe) if "exec" in probe else self._answers(probe))
             last, in_a_row = good, in_a_row + 1 if good is last else 1
             if in_a_row == enough[good]:
                 decided(good)
             await asyncio.sleep(probe.get("periodSeconds", 10))
+
+    async def _answers(self, probe: Json) -> bool:
+        target = probe["httpGet"]
+        names = {port.get("name"): port["containerPort"] for port in self.spec.get("ports", ())}
+        scheme, port = target.get("scheme", "HTTP").lower(), names.get(target["port"], target["port"])
+        address = f"{scheme}://{target.get('host', self.pod.ip)}:{port}{target.get('path', '/')}"
+        limit = aiohttp.ClientTimeout(total=probe.get("timeoutSeconds", 1))
+        try:
+            async with self.pod.api.session.get(address, ssl=False, timeout=limit) as answer:
+                return 200 <= answer.status < 400
+        except (aiohttp.ClientError, asyncio.TimeoutError):
+            return False
+
+    async def _runs(self, probe: Json) -> bool:
+        first = (self.pod.folder / f"{self.name}.pid").read_text()
+        enter = ("nsenter", "--mount", "--pid", "--target", first)
+        process = await asyncio.create_subprocess_exec(*enter, *probe["exec"]["command"])
+        try:
+            return await asyncio.wait_for(process.wait(), probe.get("timeoutSeconds", 1)) == 0
+        except asyncio.TimeoutError:
+            process.kill()
+            return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,17 @@ from tests.cluster.rig import Rig
 STEPS = 600
 
 
+def is_ready(pod: dict[str, Any]) -> bool:
+    return all(each["ready"] for each in pod["status"]["containerStatuses"])
+
+
 @pytest.mark.timeout(400)
 def test_a_node_dies_and_its_ranks_train_on_a_spare(rig: Rig, tmp_path: Path) -> None:
     reference = uninterrupted(tmp_path / "reference", ranks=3, steps=STEPS)
     (tmp_path / "job").mkdir()
     release = Release(rig, tmp_path / "job", hosts=3, spares=1, steps=STEPS)
     release.until_step(60)
+    wait_for("spares and hosts that train are Ready", lambda: all(map(is_ready, release.pods().values())))
     before, lost = release.uids(), release.host_of(1)
     node = release.node_of(lost)
     assert release.writes() == []

@@ -14,7 +14,7 @@ from resiliency.errors import ConfigError
 from resiliency.monitor.settings import MonitorSettings
 from resiliency.runtime.messages.monitor import Ask, Desired, Report, StepKind, pack
 from resiliency.runtime.messages.observations import Observation, ObservationKind
-from tests.monitor.monitored import TOKEN, Host, on_host, place
+from tests.monitor.monitored import DEADLINE_S, TOKEN, Host, on_host, place
 from tests.processes import wait_ended
 
 
@@ -51,6 +51,28 @@ def test_how_many_devices_the_driver_has_is_said_with_each_report(
         for at in range(3):
             (gpus / f"0000:0{at}:00.0").mkdir(parents=True)
         await host.supervisor.report(lambda one: one.devices == 3, since=len(host.supervisor.heard))
+
+    on_host(tmp_path, scenario)
+
+
+def test_a_file_says_whether_ranks_could_be_started_at_once(tmp_path: Path) -> None:
+    async def scenario(host: Host) -> None:
+        ready = Path(host.settings.state_dir, "ready")
+
+        async def until_it_is(there: bool) -> None:
+            while ready.exists() is not there:
+                await asyncio.sleep(0.005)
+
+        host.start_monitor()
+        pid = (await host.launchers.next("started"))["pid"]
+        await asyncio.wait_for(until_it_is(True), DEADLINE_S)
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.wait_for(until_it_is(False), DEADLINE_S)
+        await asyncio.wait_for(until_it_is(True), DEADLINE_S)
+        await host.stop_monitor()
+        ready.touch()  # of a life before, in the same pod
+        host.start_monitor(command=("/bin/sleep", "100"))  # it never says that it is warm
+        await asyncio.wait_for(until_it_is(False), DEADLINE_S)
 
     on_host(tmp_path, scenario)
 
