@@ -146,11 +146,7 @@ class Supervisor:
                 term = await asyncio.to_thread(self.lease.acquire)
             except StateUnavailable as error:
                 if not problem:
-                    logger.error(
-                        "the lease cannot be looked at: %s. If the file is locked, a leader that was stopped while it"
-                        " wrote holds it: let it go on, or kill it; this is tried again",
-                        error,
-                    )
+                    logger.error("the lease cannot be looked at: %s; this is tried again", error)
                 problem = str(error)
             else:
                 problem = ""
@@ -158,7 +154,7 @@ class Supervisor:
                     return term
                 if said != self.lease.holder:
                     said = self.lease.holder
-                    logger.info("%s leads; this one stands by", said)
+                    logger.info("%s leads; this one stands by", said or "nobody yet")
             await asyncio.sleep(self.lease.looks_every_s)
 
     async def _lead(self, term: int) -> None:

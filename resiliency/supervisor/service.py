@@ -899,10 +899,11 @@ class Service:
 
     def _begin_submitted(self) -> None:
         """Begins ended workloads again for hosts of another job than theirs, which the user has submitted since; once
-        the hosts of the one before have been told of their end, and have left."""
+        the hosts of the one before have been told of their end, and have left. A workload whose job was deleted while
+        it waited for hosts has ended by that."""
         for spec in self.settings.workloads:
             known = self.controller.workloads.get(spec.name)
-            if known is None or not known.state.has_ended or not known.job:
+            if known is None or not known.job or not (known.state.has_ended or self._was_deleted(known)):
                 continue
             there = [facts for facts in self._facts.values() if self._is_connected(facts.host) and facts.job]
             is_over = all(facts.job != known.job for facts in there)
@@ -911,10 +912,19 @@ class Service:
             submitted = {each.job for each in there if each.job != known.job and not each.unwanted}
             job = min((one for one in submitted if not self._was_stopped(one, spec.name)), default="")
             if job:
-                logger.warning("%s was %s, and is begun again: job %s is a new one", spec.name, known.state, job)
+                if not known.state.has_ended:
+                    reason = f"all hosts of job {self.job_name(known.job)} were deleted"
+                    self.controller.stop(spec.name, reason, self._clock(), time.time())
+                new = self.job_name(job)
+                logger.warning("%s was %s, and is begun again: job %s is a new one", spec.name, known.state, new)
                 self.controller.add(spec, self._clock())
                 self.controller.note_job(spec.name, job)
                 self._due.set()
+
+    def _was_deleted(self, workload: Workload) -> bool:
+        """Whether a job waits because of an incident, and the cluster has no host of it any more."""
+        waits = workload.state is WorkloadState.WAITING and workload.incident in self.controller.incidents
+        return waits and all(facts.job != workload.job for facts in self._facts.values())
 
     def _is_connected(self, host: str) -> bool:
         heard = self._heard.get(host)

@@ -117,10 +117,7 @@ class SqliteStore:
             self._prepare()
         except sqlite3.OperationalError as error:  # locked, full or read-only, not damaged
             self._db.close()
-            raise ConfigError(
-                f"the state file {path} cannot be used now: {error}. If it is locked, a supervisor that was stopped"
-                " while it wrote holds it: let it go on, or kill it"
-            ) from error
+            raise ConfigError(f"the state file {path} cannot be used now: {error}{_who_holds(error)}") from error
         except sqlite3.DatabaseError as error:
             self._db.close()
             raise StateDamaged(self.damaged(str(error))) from error
@@ -190,7 +187,9 @@ class SqliteStore:
             except (sqlite3.Error, OSError) as error:
                 if type(error) is sqlite3.DatabaseError:  # its subclasses are about locks, full disks, wrong words
                     raise StateFileGone(self.damaged(str(error))) from error
-                raise StateUnavailable(f"the state file {self.path} cannot be used now: {error}") from error
+                raise StateUnavailable(
+                    f"the state file {self.path} cannot be used now: {error}{_who_holds(error)}"
+                ) from error
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
@@ -320,3 +319,9 @@ def _row(event: HistoryEvent) -> tuple[Any, ...]:
     texts = (event.kind, event.workload, event.host, event.text)
     kind, workload, host, text = (one.encode(errors="replace").decode() for one in texts)
     return event.at, kind, workload, host, event.incident, text, fields
+
+
+def _who_holds(error: Exception) -> str:
+    """What to do about a file that is locked; "" where it is not."""
+    locked = "locked" in str(error)
+    return "; a supervisor that was stopped while it wrote holds it: let it go on, or kill it" if locked else ""

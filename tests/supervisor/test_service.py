@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -35,6 +36,7 @@ from resiliency.supervisor.sensor import SensorSettings
 from resiliency.supervisor.server import Supervisor
 from resiliency.supervisor.settings import HangSettings, HookSettings, StragglerSettings
 from resiliency.supervisor.sqlite_store import SqliteStore, StateFileGone
+from resiliency.supervisor.store import StateUnavailable
 
 from .fake_monitors import PERIOD_S, TIMEOUT_S, FakeMonitor, asked, job, leading, monitors, settings, until, url_of
 
@@ -789,3 +791,40 @@ def test_a_rank_that_holds_up_the_others_is_named_in_the_history_and_the_job_goe
             assert remedies(supervisor)[1:] == [] and is_running(supervisor)
 
     run(work)
+
+
+class GivenBack:
+    """A lease that another one holds, and then gives back; a file or an API server that cannot be asked in between."""
+
+    looks_every_s, is_out_of_reach = 0.01, False
+
+    def __init__(self) -> None:
+        self.holder, self.answers = "", [("other", ""), ("other", "no answer"), ("", "")]
+
+    def acquire(self) -> int | None:
+        if self.answers:
+            self.holder, problem = self.answers.pop(0)
+            if problem:
+                raise StateUnavailable(problem)
+        return None
+
+    def release(self) -> None:
+        return
+
+
+def test_who_stands_by_names_the_one_that_leads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    lease = GivenBack()
+
+    async def work() -> None:
+        supervisor = Supervisor(settings(tmp_path, job()))
+        supervisor.backend = lambda settings: (NoCluster(), lease)  # type: ignore[assignment, return-value]
+        running = asyncio.create_task(supervisor.run())
+        await until(lambda: not lease.answers and "nobody" in caplog.text)
+        supervisor.stop()
+        await running
+
+    run(work)
+    said = [one.getMessage() for one in caplog.records if "this one stands by" in one.getMessage()]
+    assert said == ["other leads; this one stands by", "nobody yet leads; this one stands by"]
+    assert "the lease cannot be looked at: no answer; this is tried again" in caplog.text

@@ -163,7 +163,7 @@ def test_a_file_that_somebody_writes_can_be_opened_and_is_not_called_damaged(tmp
         standby = SqliteStore(str(tmp_path / "s.db"))
         standby._db.execute("PRAGMA busy_timeout=1")
         assert standby.load().workloads == []
-        with pytest.raises(StateUnavailable, match="locked"):
+        with pytest.raises(StateUnavailable, match="locked; a supervisor that was stopped while it wrote holds it"):
             standby.fence(term + 1)
     store.close()
     standby.close()

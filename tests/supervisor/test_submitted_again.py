@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from resiliency.supervisor.clusters.base import HostFacts
 from resiliency.supervisor.model import WorkloadSpec, WorkloadState
 
 from .simulated_service import SimHost, Whole
@@ -56,6 +57,22 @@ def test_a_supervisor_that_was_started_again_knows_which_job_has_ended(whole: Wh
     assert whole.job.state is WorkloadState.STOPPED
     submit(whole, "second")
     whole.until(lambda: whole.job.state is WorkloadState.RUNNING)
+
+
+def test_the_incident_of_a_job_that_was_deleted_is_over_when_the_next_one_is_there(whole: Whole) -> None:
+    assert whole.service is not None
+    for name in list(whole.hosts):
+        whole.hosts.pop(name).up = False
+        whole.service.cluster_says(HostFacts(host=name, node="n", is_gone=True))
+    whole.until(lambda: whole.job.state is WorkloadState.WAITING)
+    whole.pass_time(5.0)
+    (incident,) = whole.service.controller.incidents.values()
+    assert incident.is_open, "the cluster may make its hosts anew"
+    for number in range(2):
+        whole.add_host(f"new-{number}", of="second")
+    whole.until(lambda: whole.job.state is WorkloadState.RUNNING and whole.job.job == "second")
+    (incident,) = whole.service.controller.incidents.values()
+    assert incident.outcome == "all hosts of job first were deleted"
 
 
 @pytest.fixture
