@@ -104,16 +104,20 @@ def _reason(service: Service, workload: Workload) -> str:
 def _host(service: Service, host: Host) -> dict[str, Any]:
     placed = service.decided.place(host.name)
     ago = service.heard_ago_s(host.name)
+    is_free = host.state is HostState.READY and not placed
+    job, jobs = service.job_of(host.name), {each.job for each in service.controller.workloads.values()}
+    waits = is_free and job != "" and not jobs & {job, ""}
     return {
         "name": host.name,
         "state": str(host.state),
-        "reason": host.reason,
+        "reason": f"of {service.job_name(job)}, which waits" if waits else host.reason,
+        "spare": is_free and not waits,
         "for_s": round(service.now_s() - host.since_s, 1),
         "heard_ago_s": None if ago is None else round(ago, 1),
         "address": host.address,
         "block": host.block,
         "machine": service.machine_of(host.name),
-        "job": service.job_name(service.job_of(host.name)),
+        "job": service.job_name(job),
         "falls": host.falls,
         "free_in_s": (
             round(max(0.0, host.free_at_s - service.now_s()), 1) if host.state is HostState.QUARANTINED else None

@@ -33,6 +33,9 @@ def test_a_place_reaches_the_launcher_and_its_master_the_supervisor(tmp_path: Pa
         assert (told["workload"], told["replicas"], told["replicas_before"]) == ("job", 2, 3)
         report = await host.supervisor.report(lambda one: one.master)
         assert (report.workload, report.generation, report.master) == ("job", 1, "127.0.0.1:29500")
+        assert (report.node_rank, report.nodes, report.replicas) == (0, 2, 2), (
+            "by which another supervisor takes it over"
+        )
         await host.supervisor.want(place=place(1, master="127.0.0.1:29500"))
         assert (await host.launchers.next("told", kind="place"))["message"]["master"] == "127.0.0.1:29500"
 

@@ -76,5 +76,7 @@ def test_who_waits_for_the_end_of_another_job_is_said(whole: Whole) -> None:
     whole.until(lambda: whole.job.job == "first")
     whole.add_host("h-2", of="second")
     whole.until(lambda: reason(whole) == "hosts of second wait for the end of first")
+    shown = {each["name"]: each for each in status_view(whole.service)["hosts"]}
+    assert shown["h-2"]["reason"] == "of second, which waits" and not shown["h-2"]["spare"]
     whole.service.cluster_says(HostFacts(host="h-2", node="n", job="0123456789", job_name="llama"))
     assert reason(whole) == "hosts of llama (01234567) wait for the end of first"

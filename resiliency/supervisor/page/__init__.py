@@ -43,7 +43,7 @@ def render_page(status: dict[str, Any], events: Sequence[dict[str, Any]]) -> str
         lanes=[_lane(job["name"], status["incidents"], events, now, span_s) for job in status["workloads"]],
         hosts=hosts[:_MOST_HOSTS],
         hidden=len(hosts[_MOST_HOSTS:]),
-        spares=sum(host["state"] == "ready" and not host["workload"] for host in hosts),
+        spares=sum(host["spare"] for host in hosts),
     )
     return page
 
