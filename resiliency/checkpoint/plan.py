@@ -50,7 +50,7 @@ class ShardedPlan:
     """Which rank writes which box of a sharded state.
 
     Attributes:
-        leaves: of the state, by key.
+        leaves: of the state: first those that several ranks hold whole or in copies, each kind by key.
         writers: for each leaf, the number of the copy that is written.
         digest: hex digest of the leaves; equal on ranks whose states have the same structure.
     """
@@ -62,8 +62,9 @@ class ShardedPlan:
     @classmethod
     def of(cls, leaves: Iterable[PlannedLeaf]) -> ShardedPlan:
         """The plan for a state. Takes some microseconds a leaf, whatever the number of ranks."""
-        # By key, because ranks may hold the same dict in different orders.
-        ordered = tuple(sorted(leaves))
+        # By key, because ranks may hold the same dict in different orders. First what other ranks will read as well, in
+        # one stretch of each file: small tensors between large ones would make them read the large ones, too.
+        ordered = tuple(sorted(leaves, key=lambda leaf: (leaf.layout is not None and leaf.layout.copies == 1, leaf)))
         digest = hashlib.blake2b(digest_size=8)
         for leaf in ordered:
             layout = "" if leaf.layout is None else leaf.layout.digest
@@ -71,8 +72,8 @@ class ShardedPlan:
         return cls(ordered, _choose_copies(ordered), digest.hexdigest())
 
     def boxes_of_rank(self, rank: int) -> tuple[Chunk, ...]:
-        """The boxes that a rank writes, in the order in which they are in its file: by key, those of one tensor by
-        offsets. Takes some microseconds a leaf."""
+        """The boxes that a rank writes, in the order in which they are in its file: as the leaves, those of one tensor
+        by offsets. Takes some microseconds a leaf."""
         chunks: list[Chunk] = []
         for (key, shape, dtype, itemsize, layout), writer in zip(self.leaves, self.writers, strict=True):
             if layout is None:

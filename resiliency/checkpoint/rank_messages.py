@@ -104,11 +104,13 @@ class CopyProblem:
         copy: the copy.
         reason: text for logs and errors.
         damaged: True when its bytes are wrong, False when a tier failed.
+        ranges: the bytes that are wrong, as far as they are known.
     """
 
     copy: BadCopy
     reason: str
     damaged: bool
+    ranges: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,7 @@
-"""The collective restore: lists all sources, plans, fetches missing shards, reads and checks them.
+"""The collective restore: lists all sources, plans, reads what each rank wants, and checks it.
+
+Of a sharded step each rank reads byte ranges where they are. What a host lacks of a replicated step, which all its
+ranks want whole, is first fetched into its local tier, once.
 
 :mod:`resiliency.storage.restore_plan` decides which step is restored, and from which source each shard is read. This
 module lists the tiers and exchanges the inventories between ranks. Every rank then has the same inventory and the same
@@ -30,7 +33,7 @@ from resiliency.faultpoints import hit
 from resiliency.storage.inventory import StepInventory, list_inventory
 from resiliency.storage.passed_over import PassedOver, steps_passed_over, why_unfinished
 from resiliency.storage.restore_plan import RestorePlan, plan_restore
-from resiliency.storage.sources import BadCopy, ShardSource, SourceProvider, open_source
+from resiliency.storage.sources import BadCopy, Cost, ShardSource, SourceProvider, open_source
 from resiliency.storage.step_id import StepId
 
 __all__ = ["Inventory", "Restored", "Restorer"]
@@ -54,7 +57,7 @@ class Restored:
         names: names of the step.
         info: what the save passed as ``info``.
         duration_s: seconds from the call of ``load`` to its result.
-        nbytes: size in bytes of the shards this rank read.
+        nbytes: bytes that this rank has read.
     """
 
     id: StepId
@@ -105,8 +108,7 @@ class Restorer:
     Args:
         session: of this attempt.
         coordinator: exchanges messages between the ranks.
-        here: the local tier of this host, as a source; shards are read from there, after they were fetched into it if
-            necessary.
+        here: the local tier of this host, as a source; what is fetched goes there.
         providers: of all sources that this rank can read, the local tier's first; the same tiers on all ranks.
         run: name of the run.
         agree_timeout: how long to wait for the other ranks in each exchange.
@@ -298,7 +300,8 @@ class Restorer:
     # -- fetching ---------------------------------------------------------------------------------------------------
 
     def _fetch_missing(self, plan: RestorePlan) -> list[CopyProblem]:
-        """Fetches the shards that this host lacks, divided among its ranks. Returns the bad copies that any rank found.
+        """Fetches the shards of a replicated step that this host lacks, divided among its ranks. Returns the bad copies
+        that any rank found.
 
         Collective: only when some host has to fetch; the plan says so on every rank.
         """
@@ -311,9 +314,17 @@ class Restorer:
         return self._share("fetched", problems)
 
     def _share(self, topic: str, problems: Sequence[CopyProblem]) -> list[CopyProblem]:
-        """The bad copies found by all ranks; ``problems`` are those that this rank found. Collective: yes."""
+        """The bad copies found by all ranks; ``problems`` are those that this rank found. Collective: yes.
+
+        Of several ranks that found the same copy to be bad, the first says so.
+        """
         report = ProblemReport(problems=tuple(problems))
         reports = gather(self._coordinator, topic, report, timeout=self._agree_timeout)
+        said = {problem.copy for earlier in reports[: self.rank] for problem in earlier.problems}
+        for problem in (one for one in problems if one.copy not in said):
+            step, ranges = problem.copy.step.step, list(problem.ranges)
+            self._session.events.emit(EventKind.CHECKPOINT_CORRUPT, step=step, path=problem.reason, ranges=ranges)
+            logger.warning("rank %d: %s; trying the next copy", self.rank, problem.reason)
         return [problem for report in reports for problem in report.problems]
 
     # -- reading ----------------------------------------------------------------------------------------------------
@@ -370,21 +381,28 @@ class Restorer:
                 return None, problems
             hit("restore.load", rank=self.rank)
             state, per_rank = assembler.result()
+            nbytes = assembler.nbytes
         finally:
             for reader in readers.values():
                 reader.close()
-        return self._restored(plan, readers, state, per_rank, request.began), []
+        return self._restored(plan, readers, state, per_rank, request.began, nbytes), []
 
     def _restored(
-        self, plan: RestorePlan, readers: Mapping[int, ShardReader], state: Any, per_rank: Any, began: float
+        self,
+        plan: RestorePlan,
+        readers: Mapping[int, ShardReader],
+        state: Any,
+        per_rank: Any,
+        began: float,
+        nbytes: int,
     ) -> Restored:
-        duration_s, nbytes = time.monotonic() - began, sum(reader.record.nbytes for reader in readers.values())
+        duration_s, sources = time.monotonic() - began, plan.sources[self._session.node].values()
         self._session.events.emit(
             EventKind.CHECKPOINT_LOADED,
             step=plan.step.step,
             duration_s=round(duration_s, 6),
             bytes=nbytes,
-            source="remote" if plan.to_fetch(self._session.node) else "local",
+            source="local" if all(found[0].cost is Cost.LOCAL for found in sources) else "remote",
             from_attempt=plan.step.attempt,
             from_world_size=plan.world_size,
         )

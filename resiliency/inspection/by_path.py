@@ -27,7 +27,7 @@ import torch
 
 from resiliency.checkpoint.read_plan import ReadPlanner
 from resiliency.checkpoint.shard_assembler import ShardAssembler, threads_for
-from resiliency.checkpoint.shard_reader import ShardReader
+from resiliency.checkpoint.shard_reader import MAX_OPEN_FILES, RangeReader, ShardReader
 from resiliency.checkpoint.stored_state import rank_state
 from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, TierError
 from resiliency.inspection import survey
@@ -36,7 +36,6 @@ from resiliency.state.harmless import harmless_classes
 from resiliency.storage.archive import read_directory
 from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.catalog import StepListing
-from resiliency.storage.fetch import copy_checked
 from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, ShardRecord, rank_of_shard
 from resiliency.storage.names import read_name
 from resiliency.storage.own_record import check_identity_is_absent, read_own_manifest
@@ -352,10 +351,14 @@ def _load(
                 if writer not in records:
                     where = located.where(0)
                     raise CorruptShard(f"{where}: the record of shard {writer} of its step is missing", path=where)
-                readers[writer] = ShardReader(_local_file(located, writer, scratch), records[writer])
+                readers[writer] = _open(located, writer, scratch)
+                if len(needed) > MAX_OPEN_FILES:
+                    readers[writer].close()  # reading opens it again
             assembler = ShardAssembler(readers, rank=rank, planner=planner, allow_pickle=allow_pickle)
-            for writer, bad in assembler.read(threads=threads_for(1)).items():
-                where = located.where(writer)
+            for writer, error in assembler.read(threads=threads_for(1)).items():
+                if isinstance(error, TierError):
+                    raise error
+                where, bad = located.where(writer), list(error.ranges)
                 named = f"{located.tier.location(located.name)}: " if located.name and writer == 0 else ""
                 raise CorruptShard(f"{named}{where}: bytes {bad} do not match their digests", path=where, ranges=bad)
             return assembler.result()
@@ -364,22 +367,17 @@ def _load(
                 reader.close()
 
 
-def _local_file(located: Located, rank: int, scratch: str) -> str:
-    """Path of a shard on this machine; a shard that is remote, or inside the single file, is first written to
-    ``scratch``."""
-    record = located.listing.records[rank]
-    path = Path(scratch, record.file)
-    inside = bool(located.listing.single) and rank > 0  # its bytes are an entry of the single file
-    if located.tier.is_local and not inside:
-        return located.where(rank)
-    try:
-        if inside:
-            path.write_bytes(read_shard_inside(located.tier, located.files[rank], record))
-            return str(path)
-        copy_checked(located.tier, located.files[rank], record, path)
-    except OSError as error:
-        raise TierError(f"{located.where(rank)} cannot be written to {path}: {error}", retryable=False) from error
-    return str(path)
+def _open(located: Located, rank: int, scratch: str) -> ShardReader:
+    """A shard, of a remote tier read by ranges; one that is inside the single file is first written to ``scratch``."""
+    record, key = located.listing.records[rank], located.files[rank]
+    if located.listing.single and rank > 0:  # its bytes are an entry of the single file
+        path = Path(scratch, record.file)
+        try:
+            path.write_bytes(read_shard_inside(located.tier, key, record))
+        except OSError as error:
+            raise TierError(f"{located.where(rank)} cannot be written to {path}: {error}", retryable=False) from error
+        return ShardReader(str(path), record)
+    return ShardReader(located.where(rank), record) if located.tier.is_local else RangeReader(located.tier, key, record)
 
 
 # -- a copy whose step is out of reach --------------------------------------------------------------------------------

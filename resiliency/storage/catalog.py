@@ -32,6 +32,7 @@ __all__ = [
     "StepListing",
     "damage",
     "find_runs",
+    "read_manifest",
     "read_record",
     "run_prefix",
     "scan",
@@ -196,19 +197,10 @@ def scan(tier: Tier, run: str) -> list[StepListing]:
 def _read_step(tier: Tier, run: str, listing: StepListing) -> StepListing:
     prefix = step_prefix(run, listing.id)
     if MANIFEST in listing.sizes:
-        where = prefix + MANIFEST
         try:
-            manifest = Manifest.from_json(tier.read(where), where=tier.location(where))
-            if manifest.id != listing.id or manifest.run != run:
-                raise CorruptShard(
-                    f"{tier.location(where)}: manifest of {manifest.run} {manifest.id} is in the wrong folder",
-                    path=where,
-                )
-            listing.manifest, listing.committed = manifest, True
-            listing.records = {shard.rank: shard for shard in manifest.shards}
+            listing.manifest, listing.committed = read_manifest(tier, run, listing.id), True
+            listing.records = {shard.rank: shard for shard in listing.manifest.shards}
             return listing
-        except FileNotFoundError:
-            listing.problems[MANIFEST] = f"{tier.location(where)} is gone"
         except (CorruptShard, TierError) as error:
             listing.problems[MANIFEST] = str(error)
     for name in sorted(listing.sizes):
@@ -232,6 +224,24 @@ def _read_step(tier: Tier, run: str, listing: StepListing) -> StepListing:
     listing.manifest = found if isinstance(found, Manifest) and tier.is_local else None
     listing.part = part_of(found) if found is not None and COMMIT_MARK in listing.sizes else None
     return listing
+
+
+def read_manifest(tier: Tier, run: str, step: StepId) -> Manifest:
+    """A step's manifest.
+
+    Raises:
+        CorruptShard: it is missing, damaged, or another step's.
+        TierError: the tier cannot be read.
+    """
+    key = step_prefix(run, step) + MANIFEST
+    where = tier.location(key)
+    try:
+        manifest = Manifest.from_json(tier.read(key), where=where)
+    except FileNotFoundError as error:
+        raise CorruptShard(f"{where} is gone", path=where) from error
+    if manifest.id != step or manifest.run != run:
+        raise CorruptShard(f"{where}: manifest of {manifest.run} {manifest.id} is in the wrong folder", path=where)
+    return manifest
 
 
 def read_record(tier: Tier, run: str, step: StepId, rank: int) -> ShardRecord:

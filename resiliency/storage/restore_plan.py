@@ -34,7 +34,10 @@ class RestorePlan:
     sources: Mapping[str, Mapping[int, tuple[ShardSource, ...]]]
 
     def to_fetch(self, host: str) -> list[int]:
-        """Ranks whose shards a host has to copy into its local tier before it can read them."""
+        """Ranks whose shards a host has to copy into its local tier before it can read them: none of a sharded step, of
+        which each rank reads what it wants where it is."""
+        if not self.replicated:
+            return []
         return [rank for rank, sources in self.sources[host].items() if sources[0].cost is not Cost.LOCAL]
 
     @property
@@ -43,9 +46,9 @@ class RestorePlan:
         return any(self.to_fetch(host) for host in self.sources)
 
     def in_place(self, host: str, rank: int) -> ShardSource | None:
-        """The source on the host itself that is read in place, or None when the shard is fetched."""
+        """The source that the host's ranks read the shard from as it is, or None when it is fetched."""
         first = self.sources[host][rank][0]
-        return first if first.cost is Cost.LOCAL else None
+        return None if self.replicated and first.cost is not Cost.LOCAL else first
 
 
 def plan_restore(
@@ -58,7 +61,7 @@ def plan_restore(
 ) -> RestorePlan | None:
     """Plans the newest step for which every host can get what it needs; None when there is none. Deterministic.
 
-    A host needs all shards; of a replicated step it needs shard 0, and takes those of its own ranks where it can.
+    A host must reach all shards; of a replicated step it needs shard 0, and takes those of its own ranks where it can.
 
     Args:
         inventory: of all sources.

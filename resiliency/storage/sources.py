@@ -36,13 +36,17 @@ __all__ = [
 
 
 class Cost(IntEnum):
-    """The cost of getting a shard, cheapest first."""
+    """The cost of getting a shard, cheapest first.
+
+    A shard of a replicated step that is not LOCAL is copied into the local tier, once for all ranks of the host; of a
+    sharded step each rank reads the ranges that it wants.
+    """
 
     #: Files of the host that reads them; used in place.
     LOCAL = 0
-    #: On another host of the job; copied into the local tier over the network.
+    #: On another host of the job, over the network.
     PEER = 1
-    #: In storage outside the job's hosts; copied into the local tier.
+    #: In storage outside the job's hosts.
     REMOTE = 2
 
 

@@ -18,9 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from resiliency.checkpoint import shard_assembler, shard_plan, stored_state
+from resiliency.checkpoint import shard_reader as reading
 from resiliency.checkpoint.read_plan import ReadPlanner, plan_into, plan_new
-from resiliency.checkpoint.shard_assembler import ShardAssembler, _by_block, _ByteRange, _read_block
-from resiliency.checkpoint.shard_reader import ShardReader, shard_reader
+from resiliency.checkpoint.shard_assembler import ShardAssembler, _by_block
+from resiliency.checkpoint.shard_reader import ByteRange, ShardReader, shard_reader
 from resiliency.errors import ConfigError, CorruptShard
 from resiliency.state.unpickle import unpickle
 from resiliency.storage.blocks import block_digest
@@ -92,15 +93,15 @@ def test_segments_of_any_place_and_overlap_are_read_right(
     record = record_of(data)
     targets = [torch.zeros(min(length, NBYTES - start), dtype=torch.uint8) for start, length in cuts]
     segments = [
-        _ByteRange(start, len(target), target.data_ptr()) for (start, _), target in zip(cuts, targets, strict=True)
+        ByteRange(start, len(target), target.data_ptr()) for (start, _), target in zip(cuts, targets, strict=True)
     ]
     reader = Raw(str(path), record)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_assembler, "_STRIDE", stride)
-        patch.setattr(shard_assembler, "_MAX_TARGETS", most_targets)
+        patch.setattr(reading, "_STRIDE", stride)
+        patch.setattr(reading, "_MAX_TARGETS", most_targets)
         patch.setattr(os, "preadv", read_some)
         for block, inside in _by_block(record.blocks, segments, [(0, NBYTES)]):
-            assert _read_block(reader, block, inside)
+            assert reader.read_block(block, inside)
     reader.close()
     for (start, _), target in zip(cuts, targets, strict=True):
         assert bytes(target.tolist()) == data[start : start + len(target)]
@@ -120,7 +121,7 @@ def test_a_file_that_is_cut_meanwhile_is_damaged_whatever_the_memory_holds(tmp_p
     path = tmp_path / "file"
     path.write_bytes(bytes(NBYTES))
     target = torch.zeros(NBYTES, dtype=torch.uint8)
-    segments = [_ByteRange(0, NBYTES, target.data_ptr())] if wanted else []
+    segments = [ByteRange(0, NBYTES, target.data_ptr())] if wanted else []
     reader = Raw(str(path), record_of(bytes(NBYTES)))
     assert shard_assembler._read_and_check(reader, 1, segments)
     os.truncate(path, BLOCK + 10)
@@ -235,7 +236,7 @@ def test_damage_anywhere_is_found(
     for at in (start, (start + end) // 2, end - 1):
         damage(reader.path, at)
         blocks = reader.record.blocks
-        assert one.read(threads=1) == {0: [blocks.bounds(blocks.index_at(at))]}
+        assert one.read(threads=1)[0].ranges == (blocks.bounds(blocks.index_at(at)),)
         damage(reader.path, at)
     assert one.read(threads=1) == {}
     reader.close()
@@ -303,7 +304,7 @@ def test_a_disk_that_fails_is_damage_and_no_end(
 
     monkeypatch.setattr(os, "preadv", fails)
     bad = one.read(threads=1)[0]
-    assert len(bad) > 20
+    assert isinstance(bad, CorruptShard) and len(bad.ranges) > 20
     assert "cannot be read at bytes (" in caplog.text
     reader.close()
 

@@ -101,8 +101,8 @@ def test_the_newest_step_every_host_can_reach_is_chosen(
             }, "every usable source is there, and no other"
             assert len(set(sources)) == len(sources)
             assert [source.cost for source in sources] == sorted(source.cost for source in sources)
-            assert (rank in plan.to_fetch(host)) == (plan.in_place(host, rank) is None)
-            assert (rank in plan.to_fetch(host)) == (sources[0] != local(host))
+            assert plan.in_place(host, rank) == sources[0] and not plan.to_fetch(host), "of a sharded step"
+            assert (rank in replace(plan, replicated=True).to_fetch(host)) == (sources[0] != local(host))
     assert plan.fetches == any(plan.to_fetch(host) for host in hosts)
     shuffled = list(inventory)
     random.Random(seed).shuffle(shuffled)
@@ -127,9 +127,11 @@ def test_a_peers_memory_is_tried_before_the_object_store_and_after_the_own_disk(
         held(1, (1,), local("n1")),
     ]
     plan = plan_restore(inventory, HOSTS)
-    assert plan is not None and plan.fetches
+    assert plan is not None and not plan.fetches
     assert plan.sources["n0"] == {0: (local("n0"), peer("n1"), STORE), 1: (peer("n1"), STORE)}
-    assert plan.to_fetch("n0") == [1] and plan.to_fetch("n1") == [0]
+    assert plan.in_place("n0", 0) == local("n0") and plan.in_place("n0", 1) == peer("n1")
+    plan = replace(plan, replicated=True)
+    assert plan.fetches and plan.to_fetch("n0") == [1] and plan.to_fetch("n1") == [0]
     assert plan.in_place("n0", 0) == local("n0") and plan.in_place("n0", 1) is None
 
 
