@@ -31,7 +31,7 @@ from resiliency.errors import ConfigError, CorruptShard, NoCheckpointFound, Tier
 from resiliency.events import EventKind
 from resiliency.faultpoints import hit
 from resiliency.storage.inventory import StepInventory, list_inventory
-from resiliency.storage.passed_over import PassedOver, steps_passed_over, why_unfinished
+from resiliency.storage.passed_over import PassedOver, steps_passed_over, why_out_of_reach, why_unfinished
 from resiliency.storage.restore_plan import RestorePlan, plan_restore
 from resiliency.storage.sources import BadCopy, Cost, ShardSource, SourceProvider, open_source
 from resiliency.storage.step_id import StepId
@@ -263,7 +263,7 @@ class Restorer:
 
         Raises:
             CorruptShard: there are checkpoints, but they are damaged.
-            TierError: there are checkpoints, but the tiers that hold them failed.
+            TierError: there are checkpoints, but the tiers that hold them failed, or are folders of single hosts.
             NoCheckpointFound: ``step`` was given and is not committed on any tier.
         """
         damage = [problem.reason for problem in problems if problem.damaged]
@@ -282,6 +282,15 @@ class Restorer:
                 "checkpoints exist but cannot be read or fetched: " + "; ".join(dict.fromkeys(failures)),
                 retryable=True,
             )
+        for one in sorted({entry.step for entry in inventory if step in (None, entry.step)}, reverse=True):
+            apart = why_out_of_reach([entry for entry in inventory if entry.step == one])
+            if apart:
+                raise TierError(
+                    f"{one} cannot be restored: {apart}. Copy the shards into a folder that every host reads, and give"
+                    " it as a slower tier (with dirpath= beside local_dir= each step goes there, too); or start afresh"
+                    " in another directory or run",
+                    retryable=False,
+                )
         if step is not None:
             here = [entry for entry in inventory if entry.step == step]
             why = f" ({why_unfinished(here)})" if here else ""

@@ -14,20 +14,23 @@ from resiliency.storage.manifest import MANIFEST, record_file
 from resiliency.storage.restore_plan import RestorePlan
 from resiliency.storage.step_id import StepId
 
-__all__ = ["PassedOver", "steps_passed_over", "why_unfinished"]
+__all__ = ["PassedOver", "steps_passed_over", "why_out_of_reach", "why_unfinished"]
 
 
 @dataclass(frozen=True)
 class PassedOver:
-    """A step that was not restored: it is damaged, or it is unfinished, and why, each text with the path of a file."""
+    """A step that was not restored: it is damaged, unfinished, or (``whole``) out of reach, and why, each text with the
+    path of a file or folder."""
 
     step: StepId
     damaged: bool
     reasons: tuple[str, ...]
+    whole: bool = False
 
     def __str__(self) -> str:
         more = f" (and {len(self.reasons) - 1} more)" if len(self.reasons) > 1 else ""
-        return f"{self.step} is {'damaged' if self.damaged else 'unfinished'}: {self.reasons[0]}{more}"
+        what = "damaged" if self.damaged else "out of reach" if self.whole else "unfinished"
+        return f"{self.step} is {what}: {self.reasons[0]}{more}"
 
 
 def steps_passed_over(
@@ -57,8 +60,22 @@ def steps_passed_over(
         here = [entry for entry in inventory if entry.step == step]
         if plan(here) is None:
             lost = tuple(dict.fromkeys(why for entry in here for why in entry.lost))
-            passed.append(PassedOver(step, damaged=bool(lost), reasons=lost or (why_unfinished(here),)))
+            apart = why_out_of_reach(here)
+            why = lost or (apart or why_unfinished(here),)
+            passed.append(PassedOver(step, damaged=bool(lost), reasons=why, whole=bool(apart)))
     return sorted(passed, key=lambda one: one.step, reverse=True)
+
+
+def why_out_of_reach(entries: Sequence[StepInventory]) -> str:
+    """Says where the shards of a step are that not every host can get; "" when some shards are nowhere.
+
+    Args:
+        entries: what the sources hold of that step; at least one.
+    """
+    if len({rank for entry in entries for rank in entry.ranks}) < max(1, *(entry.world_size for entry in entries)):
+        return ""
+    held = [f"shards {', '.join(map(str, entry.ranks))} in {entry.folder} of {entry.source.host}" for entry in entries]
+    return f"each host needs all its shards, and cannot read the folders of other hosts: {'; '.join(held)}"
 
 
 def why_unfinished(entries: Sequence[StepInventory]) -> str:
