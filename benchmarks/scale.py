@@ -1,4 +1,4 @@
-"""Measures what one agreement of many ranks, and the plan of a save, cost: ``python -m benchmarks.scale``.
+"""Measures what an agreement of many ranks, the plan of a save, and a restore cost: ``python -m benchmarks.scale``.
 
 Simulated ranks, each a thread with a TCPStore connection of its own, agree over one store. They are spread over a few
 processes, so that one interpreter lock does not serialise them, and the store has a process for itself, as under
@@ -34,6 +34,7 @@ from torch.distributed import TCPStore
 
 from benchmarks._machine import cores
 from benchmarks._plan_scale import measure_plans, plan_table
+from benchmarks._restore_bytes import measure_restores, restore_table
 from resiliency.checkpoint.coordinator import StoreCoordinator
 
 __all__ = ["Figures", "main", "measure"]
@@ -41,6 +42,7 @@ __all__ = ["Figures", "main", "measure"]
 HOST = "127.0.0.1"
 DEADLINE = timedelta(minutes=10)
 PLAN_RANKS = (8, 32, 128, 512, 1024, 4096)
+RESTORES = ((2, 2), (2, 4), (4, 2))
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 MESSAGES = {"small": 64, "inventory": 2048}
 
@@ -268,17 +270,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="agreements in a row (the old way: one)")
     parser.add_argument("--old-up-to", type=int, default=1024, help="ranks up to which the old way runs too")
     parser.add_argument("--processes", type=int, default=2 * cores(), help="processes the ranks are spread over")
-    parser.add_argument("--only", choices=("agreements", "plans"), help="one of the two tables")
+    parser.add_argument("--only", choices=("agreements", "plans", "restores"), help="one of the three tables")
     parser.add_argument("--tensors", type=int, default=1000, help="tensors of the planned state")
     parser.add_argument(
         "--plan-ranks", type=int, nargs="+", default=list(PLAN_RANKS), help="numbers of ranks that plan"
     )
     parser.add_argument("--write-plans-up-to", type=int, default=128, help="ranks up to which write plans are planned")
+    parser.add_argument("--rank-mib", type=int, default=256, help="MiB of each rank in the saved step of a restore")
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args(argv)
     messages = MESSAGES if options.bytes is None else {f"given {n}": n for n in options.bytes}
-    console, rows, plans = Console(width=170), [], []
-    if options.only != "plans":
+    console, rows, plans, restores = Console(width=170), [], [], []
+    if options.only in (None, "agreements"):
         rows = measure(
             sorted(options.ranks),
             messages,
@@ -287,14 +290,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             processes=options.processes,
         )
         console.print(table(rows))
-    if options.only != "agreements":
+    if options.only in (None, "plans"):
         plans = measure_plans(
             sorted(options.plan_ranks), tensors=options.tensors, write_plans_up_to=options.write_plans_up_to
         )
         console.print(plan_table(plans))
+    if options.only in (None, "restores"):
+        restores = measure_restores(RESTORES, rank_mib=options.rank_mib)
+        console.print(restore_table(restores))
     if options.json is not None:
         facts = {"cores": cores(), "processes": options.processes, "rounds": options.rounds}
-        found = {"settings": facts, "rows": [asdict(row) for row in rows], "plans": [asdict(row) for row in plans]}
+        made = {"rows": rows, "plans": plans, "restores": restores}
+        found = {"settings": facts, **{name: [asdict(row) for row in of_it] for name, of_it in made.items()}}
         options.json.write_text(json.dumps(found, indent=1))
     return 0
 

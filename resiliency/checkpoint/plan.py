@@ -50,7 +50,7 @@ class ShardedPlan:
     """Which rank writes which box of a sharded state.
 
     Attributes:
-        leaves: of the state: first those that several ranks hold whole or in copies, each kind by key.
+        leaves: of the state: those with the most copies first, then by key.
         writers: for each leaf, the number of the copy that is written.
         digest: hex digest of the leaves; equal on ranks whose states have the same structure.
     """
@@ -62,9 +62,9 @@ class ShardedPlan:
     @classmethod
     def of(cls, leaves: Iterable[PlannedLeaf]) -> ShardedPlan:
         """The plan for a state. Takes some microseconds a leaf, whatever the number of ranks."""
-        # By key, because ranks may hold the same dict in different orders. First what other ranks will read as well, in
-        # one stretch of each file: small tensors between large ones would make them read the large ones, too.
-        ordered = tuple(sorted(leaves, key=lambda leaf: (leaf.layout is not None and leaf.layout.copies == 1, leaf)))
+        # By key, because ranks may hold the same dict in different orders. First what the most ranks will read: small
+        # tensors that all want, between large ones, would make all read the large ones, too.
+        ordered = tuple(sorted(leaves, key=lambda leaf: (-_copies(leaf), leaf.key)))
         digest = hashlib.blake2b(digest_size=8)
         for leaf in ordered:
             layout = "" if leaf.layout is None else leaf.layout.digest
@@ -83,6 +83,10 @@ class ShardedPlan:
                 for offsets, sizes in layout.boxes(shape, rank):
                     chunks.append(Chunk(key, offsets, sizes, dtype, itemsize, shape))
         return tuple(chunks)
+
+
+def _copies(leaf: PlannedLeaf) -> float:
+    return math.inf if leaf.layout is None else leaf.layout.copies
 
 
 def _choose_copies(leaves: tuple[PlannedLeaf, ...]) -> tuple[int, ...]:

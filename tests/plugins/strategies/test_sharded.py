@@ -30,17 +30,33 @@ Answers = list[list[dict[str, Any]]]
 
 
 def run(
-    zygote: Zygote, folder: Path, fits: list[dict[str, Any]], *, ranks: int = 2, env: Mapping[str, str] | None = None
+    zygote: Zygote,
+    folder: Path,
+    fits: list[dict[str, Any]],
+    *,
+    ranks: int = 2,
+    env: Mapping[str, str] | None = None,
+    hosts: Path | None = None,
 ) -> Answers:
-    """The answers of each rank, one for each fit that it ended."""
+    """The answers of each rank, one for each fit that it ended. ``hosts``: each rank has a host, and a ``local_dir`` below
+    this folder, of its own."""
     port, result = str(free_port()), folder / f"result-{time.monotonic_ns()}"
     launched = {"TORCHELASTIC_RUN_ID": "sharded", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0"}
     placed = {"LOCAL_WORLD_SIZE": str(ranks), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    of_host = [
+        {} if hosts is None else {"RESILIENCY_NODE": f"host{rank}", "RESILIENCY_LOCAL_DIR": f"{hosts}/host{rank}"}
+        for rank in range(ranks)
+    ]
     workers = [
         zygote.start(
             "tests.plugins.strategies.sharded_job:run_fits",
             {"fits": fits, "result": str(result)},
-            env={**launched, **placed, "NODE_RANK": "0", "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})},
+            env={
+                **launched,
+                **placed,
+                **of_host[rank],
+                **{"NODE_RANK": "0", "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})},
+            },
         )
         for rank in range(ranks)
     ]
@@ -313,6 +329,25 @@ def test_after_a_kill_in_a_save_the_run_goes_on_from_the_last_whole_step(
     for straight, resumed in zip(two, again, strict=True):
         assert resumed[0]["started"]["step"] == step
         assert state(resumed[0]["ended"]) == state(straight[0]["ended"])
+
+
+@pytest.mark.kill
+def test_hosts_with_folders_of_their_own_resume_after_a_kill_in_a_resume(
+    zygote: Zygote, two: Answers, tmp_path: Path
+) -> None:
+    job, hosts = {"directory": str(tmp_path / "run"), "max_steps": 4}, tmp_path / "hosts"
+    check(run(zygote, tmp_path, [job], hosts=hosts), 1)
+    resumed = {**job, "max_steps": 7, "ckpt_path": "last"}
+    killed = run(zygote, tmp_path, [resumed], hosts=hosts, env={"RESILIENCY_FAULTS": "restore.load:kill,rank=1"})
+    assert not killed[1] and not [one for one in killed[0] if not one["error"]]
+    again = run(zygote, tmp_path, [resumed], hosts=hosts, env={"TORCHELASTIC_RESTART_COUNT": "1"})
+    check(again, 1)
+    for straight, answers in zip(two, again, strict=True):
+        assert answers[0]["started"]["step"] == 4
+        assert state(answers[0]["ended"]) == state(straight[0]["ended"])
+    for rank in (0, 1):
+        parts = {path.name for path in (hosts / f"host{rank}").glob(".resiliency/*/steps/*/*.distcp")}
+        assert parts <= {f"__{rank}_0.distcp"}, "the part of the other host was copied"
 
 
 def test_lightning_itself_resumes_from_our_folder_and_we_from_that_of_lightning(
