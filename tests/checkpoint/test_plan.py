@@ -63,6 +63,17 @@ def test_every_element_is_written_by_exactly_one_rank(mesh: tuple[int, ...], dat
     covers_once(leaves, [plan.boxes_of_rank(rank) for rank in range(world_size)])
 
 
+def test_what_the_most_ranks_will_read_comes_first_in_a_file() -> None:
+    """Else a rank that wants all the small tensors of a file would have to read the large ones between them."""
+    leaves = []
+    for number in range(3):
+        leaves.append(leaf(f"{number}.large", (8, 4), rows(4)))
+        leaves.append(leaf(f"{number}.norm", (8,), rows(4, copies=2)))
+        leaves.append(leaf(f"{number}.step", (1,), None))
+    kinds = [chunk.key.partition(".")[2] for chunk in ShardedPlan.of(leaves).boxes_of_rank(0)]
+    assert kinds == sorted(kinds, key=["step", "norm", "large"].index) and set(kinds) == {"step", "norm", "large"}
+
+
 def test_a_rank_may_hold_a_dict_in_another_order() -> None:
     leaves = [leaf(f"t{i}", (i * 37 % 40, 3), rows(8, copies=2)) for i in range(20)]
     plan = ShardedPlan.of(leaves)
