@@ -15,12 +15,14 @@ from benchmarks import scale
 @pytest.mark.nightly
 def test_a_small_run_prints_a_row_for_each_world_and_message(tmp_path: Path) -> None:
     target = tmp_path / "scale.json"
-    options = "--ranks 2 4 --bytes 64 --rounds 2 --old-up-to 4 --processes 2 --plan-ranks 2 8 --tensors 20 --json"
+    options = "--ranks 2 4 --bytes 64 --rounds 2 --old-up-to 4 --processes 2 --plan-ranks 2 8 --tensors 20 --rank-mib 1 --json"
     command = [sys.executable, "-m", "benchmarks.scale", *options.split(), str(target)]
     root = Path(scale.__file__).parents[1]
     done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows, plans = (json.loads(target.read_text())[name] for name in ("rows", "plans"))
+    rows, plans, restores = (json.loads(target.read_text())[name] for name in ("rows", "plans", "restores"))
+    assert [row["what"] for row in restores] == ["2 to 2", "2 to 2, folders lost", "2 to 4", "4 to 2"]
+    assert all(row["read_nbytes"] > row["wanted_nbytes"] and row["open_files"] < 256 for row in restores)
     sent = {(row["what"], row["ranks"]): (row["first_messages"], row["later_messages"]) for row in plans}
     # Of a write plan each other rank sends rank 0 a digest, and the first time its boxes; both are answered.
     assert sent == {
