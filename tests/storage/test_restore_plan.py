@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from resiliency.storage.inventory import StepInventory
+from resiliency.storage.passed_over import steps_passed_over
 from resiliency.storage.restore_plan import plan_restore
 from resiliency.storage.sources import BadCopy, Cost, ShardSource
 from resiliency.storage.step_id import StepId
@@ -117,6 +118,16 @@ def test_each_host_has_its_half_and_the_store_nothing() -> None:
     inventory = [held(1, (0,), local("n0")), held(1, (1,), local("n1"))]
     assert plan_restore(inventory, HOSTS) is None, "no host can reach the other's disk"
     assert plan_restore([*inventory, held(1, source=STORE)], HOSTS) is not None
+
+
+def test_a_newer_step_in_folders_of_single_hosts_is_out_of_reach_and_not_called_unfinished() -> None:
+    inventory = [held(2, (0,), local("n0")), held(2, (1,), local("n1")), held(1, source=STORE)]
+    taken = plan_restore(inventory, HOSTS)
+    assert taken is not None and taken.step.step == 1
+    (passed,) = steps_passed_over(inventory, taken.step, [], lambda entries: plan_restore(entries, HOSTS))
+    said = str(passed)
+    assert "out of reach: " in said and "unfinished" not in said
+    assert "shards 0 in" in said and "of n0" in said and "shards 1 in" in said and "of n1" in said
 
 
 def test_a_peers_memory_is_tried_before_the_object_store_and_after_the_own_disk() -> None:
