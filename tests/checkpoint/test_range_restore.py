@@ -18,12 +18,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from resiliency.checkpoint import shard_assembler, shard_plan, shard_reader
 from resiliency.checkpoint.checkpointer import Checkpointer, Restored
 from resiliency.checkpoint.options import LocalTierOptions, RemoteTierOptions
-from resiliency.checkpoint.read_plan import plan_reads
+from resiliency.checkpoint.read_plan import Read, plan_reads
 from resiliency.checkpoint.shard_reader import RangeReader
 from resiliency.errors import CorruptShard, TierError
 from resiliency.events import Event, EventKind
 from resiliency.inspection.by_path import locate_and_load
 from resiliency.storage.catalog import read_manifest, step_prefix
+from resiliency.storage.shard_file import Chunk
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import (
@@ -361,3 +362,16 @@ def test_no_byte_of_a_damaged_block_of_a_tier_reaches_a_tensor(flat: Path, tmp_p
     assert caught.value.ranges == ((start, end),) and not target.any()
     path.write_bytes(good)
     assert reader.read_block(20, [segment]) and bytes(target.tolist()) == good[start:end]
+
+
+def test_of_a_converted_box_only_its_rows_are_read(flat: Path) -> None:
+    whole_tensor = load_flat(flat).state["state_dict/big"]
+    into = torch.zeros(3, 1000, dtype=torch.float64)
+
+    def reads(stored: Sequence[Chunk]) -> list[Read]:
+        chunk = next(one for one in stored if one.key.endswith("big") and one.offsets[0] == 350)
+        return [Read(chunk.key, chunk.offsets, (200, 7), (3, 1000), into)]
+
+    restored = load_flat(flat, reads=reads)
+    assert torch.equal(into, whole_tensor[550:553, 7:1007].double())
+    assert restored.nbytes < 350 * 1024 * 4 / 4
