@@ -109,7 +109,7 @@ $(NEMO_STAMP): tests/nemo/requirements.txt
 	@touch $@
 
 test-nemo: $(STAMP) $(NEMO_STAMP)
-	OMP_NUM_THREADS=1 RESILIENCY_TESTS_REQUIRE=nemo $(PY) -m pytest -q -n 2 tests/nemo
+	OMP_NUM_THREADS=1 RESILIENCY_TESTS_REQUIRE=nemo $(PY) -m pytest -q -n 2 -o faulthandler_timeout=800 tests/nemo
 
 # Compiles the tests and all that they import once, beside mypy; otherwise each worker of a new clone would do it.
 collected: $(STAMP)

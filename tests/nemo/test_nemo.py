@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -198,7 +199,7 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_as_if_nothing_h
 
 
 def told(said: str) -> list[dict[str, Any]]:
-    return [json.loads(line[5:]) for line in said.splitlines() if line.startswith("NEMO ")]
+    return [json.loads(found) for found in re.findall(r"^NEMO (\{.*?\})$", said, re.MULTILINE)]
 
 
 @pytest.mark.parametrize("point", ["save.fill", "save.sealed"])
