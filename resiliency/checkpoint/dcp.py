@@ -130,11 +130,15 @@ class StorageWriter(stock.StorageWriter):
 
 
 def write_plan_of(plan: SavePlan, planner: SavePlanner) -> WritePlan:
-    """What DCP's planner has planned for this rank, as a :class:`WritePlan`. Its tensors are the live ones.
+    """What DCP's planner has planned for this rank, as a :class:`WritePlan`. Its tensors are the live ones. When
+    something cannot be stored, the plan says so, and its save is refused on all ranks."""
+    try:
+        return _planned(plan, planner)
+    except ConfigError as error:
+        return WritePlan(chunks=(), problem=str(error))
 
-    Raises:
-        ConfigError: something cannot be stored.
-    """
+
+def _planned(plan: SavePlan, planner: SavePlanner) -> WritePlan:
     chunks: list[WriteChunk] = []
     objects: dict[str, bytes] = {}
     for item in plan.items:

@@ -426,6 +426,8 @@ class ShardPlanner:
         # What only this rank cannot store is refused by all, and none waits for it.
         own, files, problem = None, {}, ""
         try:
+            if given.problem:
+                raise ConfigError(given.problem)
             if replicated is not None:
                 raise ConfigError("replicated= is for state trees; a WritePlan says what each rank holds")
             own = OwnState.of(_dump_own(per_rank))

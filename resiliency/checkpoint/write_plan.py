@@ -77,6 +77,7 @@ class WritePlan:
     Attributes:
         chunks: boxes this rank holds.
         objects: name -> Python object without tensors. Those of rank 0 are stored.
+        problem: why this rank cannot offer what it should; the save is refused on all ranks. "": it can.
 
     Raises:
         ConfigError: two chunks of one tensor have the same offsets.
@@ -84,6 +85,7 @@ class WritePlan:
 
     chunks: Sequence[WriteChunk]
     objects: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "chunks", tuple(self.chunks))  # an iterator could be read only once

@@ -36,6 +36,7 @@ from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.dcp import check_folder, write_plan_of
 from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions, RemoteTierOptions
 from resiliency.checkpoint.ticket import LOCAL, Ticket
+from resiliency.checkpoint.write_plan import WritePlan
 from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.storage.shard_file import STOCK_METADATA
 from resiliency.storage.stage import Stage
@@ -136,14 +137,27 @@ class MegatronSaveStrategy(megatron.TorchDistSaveShardedStrategy):
         self._names[name] = ticket
         return ticket
 
-    def _planned(self, sharded_state_dict: Any) -> Any:
-        flat, _, _ = megatron._replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        state = megatron.mcore_to_pyt_state_dict(flat, False)
-        planner = _planner(self.keep_only_main_replica)
-        planner.set_up_planner(state, None, torch.distributed.get_rank() == 0)
-        return write_plan_of(planner.finish_plan(planner.create_local_plan()), planner)
+    def _planned(self, sharded_state_dict: Any) -> WritePlan:
+        """What this rank writes. A problem of this rank alone is refused on all ranks, so that none waits for it."""
+        try:
+            by_key = megatron._replace_state_dict_keys_with_sharded_keys
+            flat, _, _ = by_key(sharded_state_dict, self.keep_only_main_replica)
+            for key, parts in flat.items():
+                if any(getattr(part, "flattened_range", None) is not None for part in parts):
+                    raise ConfigError(
+                        f"{key!r} has a flattened_range, as the optimizer's format fully_sharded_model_space makes it:"
+                        " newer megatron-core refuses it, and so does the engine; save the distributed optimizer as"
+                        " dp_reshardable or fully_reshardable"
+                    )
+            state = megatron.mcore_to_pyt_state_dict(flat, False)
+            planner = _planner(self.keep_only_main_replica)
+            planner.set_up_planner(state, None, torch.distributed.get_rank() == 0)
+            return write_plan_of(planner.finish_plan(planner.create_local_plan()), planner)
+        except ConfigError as error:
+            return WritePlan(chunks=(), problem=str(error))
+        except Exception as error:  # Boundary: Megatron asserts much of the states that it is given.
+            logger.warning("rank %d cannot plan its part of a checkpoint", torch.distributed.get_rank(), exc_info=True)
+            return WritePlan(chunks=(), problem=f"Megatron's planner raised {type(error).__name__}: {error}")
 
     def _open(self, folder: str) -> Checkpointer:
         above = os.path.dirname(folder)

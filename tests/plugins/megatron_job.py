@@ -191,6 +191,15 @@ class Job:
         save(state, _place(folder, step), self._ours(folder), validate_access_integrity=False)
         return {}
 
+    def save_flat(self, *, folder: str, step: int) -> dict[str, Any]:
+        """Saves with a tensor that is a range of a flattened one, as old versions of the distributed optimizer do."""
+        from megatron.core.dist_checkpointing import ShardedTensor
+
+        tensor = ShardedTensor.from_rank_offsets("flat", torch.zeros(4), replica_id=dist.get_rank())
+        tensor.flattened_range = slice(0, 4)  # new versions do not make such a one
+        self._ours(folder).save({"flat": tensor}, _place(folder, step))
+        return {}
+
     def _ours(self, folder: str) -> Any:
         from resiliency.plugins.megatron import MegatronSaveStrategy
 

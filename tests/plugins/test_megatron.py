@@ -147,8 +147,16 @@ def test_a_state_that_does_not_fit_together_is_refused_on_all_ranks_and_the_next
     zygote: Zygote, folder: Path
 ) -> None:
     at = {"folder": str(folder / "odd")}
-    acts = [{"do": "save_odd", **at, "step": 1}, {"do": "save", **at, "step": 2}, {"do": "load", **at, "step": 2}]
-    for odd, saved, loaded in run(zygote, folder, acts):
+    acts = [
+        {"do": "save_odd", **at, "step": 1},
+        {"do": "save", **at, "step": 2},
+        {"do": "load", **at, "step": 2},
+        {"do": "save_flat", **at, "step": 3},
+    ]
+    for odd, saved, loaded, flat in run(zygote, folder, acts):
+        assert "'flat' has a flattened_range" in flat["error"], (
+            "rank 1 has a replica only, which is no part of its plan"
+        )
         assert "odd" in odd["error"] and odd["error"].startswith("ConfigError")
         assert not saved["error"]
         check_loaded(loaded)
