@@ -25,7 +25,7 @@ from resiliency.callbacks.logging import (
 )
 from resiliency.callbacks.profile import ProfileCheckpointCallback
 
-__all__ = ["GarbageCollection", "RunTrace", "make_callbacks"]
+__all__ = ["GarbageCollection", "RunTrace", "make_callbacks", "other_callbacks"]
 
 
 def make_callbacks(args: argparse.Namespace, *, sharded: bool) -> list[Any]:
@@ -34,9 +34,19 @@ def make_callbacks(args: argparse.Namespace, *, sharded: bool) -> list[Any]:
     Args:
         sharded: True when parameters are sharded (FSDP2), see ``--num-optimizer-replicas``.
     """
+    callbacks = [make_checkpoint_callback(args), *other_callbacks(args)]
+    if args.enable_comm_overlap:
+        callbacks.append(FSDP2CommOverlapCallback() if sharded else DDPCommOverlapCallback())
+    if args.profile_ckpt_interval:
+        saves = args.profile_ckpt_interval // args.save_interval
+        callbacks.append(ProfileCheckpointCallback(profile_folder(args), saves))
+    return callbacks
+
+
+def other_callbacks(args: argparse.Namespace) -> list[Any]:
+    """Those that suit every strategy, and whatever saves the checkpoints."""
     tb_dir = os.path.join(log_folder(args), "tensorboard") if args.enable_tensorboard else None
     callbacks: list[Any] = [
-        make_checkpoint_callback(args),
         AutoCheckpointCallback(),
         GoodputCallback(prog_bar=False, log=False),
         StepLoggingCallback(tb_dir),
@@ -45,13 +55,8 @@ def make_callbacks(args: argparse.Namespace, *, sharded: bool) -> list[Any]:
     ]
     if tb_dir is not None:
         callbacks.append(TensorboardCallback(tb_dir))
-    if args.enable_comm_overlap:
-        callbacks.append(FSDP2CommOverlapCallback() if sharded else DDPCommOverlapCallback())
     if args.enable_fault_tolerance:
         callbacks.append(HeartbeatCallback())
-    if args.profile_ckpt_interval:
-        saves = args.profile_ckpt_interval // args.save_interval
-        callbacks.append(ProfileCheckpointCallback(profile_folder(args), saves))
     if args.enable_gc:
         callbacks.append(GarbageCollection())
     if args.trace_name:

@@ -17,8 +17,11 @@ __all__ = ["memory_problem", "problems", "settle"]
 BYTES_PER_PARAMETER = 16
 
 
-def settle(args: argparse.Namespace) -> argparse.Namespace:
+def settle(args: argparse.Namespace, *, ranks_of_replica: int = 1) -> argparse.Namespace:
     """Returns the flags with their aliases resolved and with the defaults that depend on other flags.
+
+    Args:
+        ranks_of_replica: ranks that share a replica of the model, and get the same sequences.
 
     Raises:
         ConfigError: a flag and its alias are both given, and differ.
@@ -30,7 +33,8 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
             raise ConfigError(f"{_flag(name)} {value} and {_flag(alias)} {other} are the same flag; pass one of them")
         setattr(settled, name, other if value is None else value)
     settled.ranks = (args.num_nodes or 0) * (args.num_gpus or 0)
-    settled.global_bs = args.global_bs if args.global_bs is not None else (args.micro_bs or 0) * settled.ranks
+    settled.data_ranks = settled.ranks // ranks_of_replica
+    settled.global_bs = args.global_bs if args.global_bs is not None else (args.micro_bs or 0) * settled.data_ranks
     settled.seq_length = CONFIGURATIONS[args.model].length if args.seq_length is None else args.seq_length
     settled.save_interval = _least(settled.local_ckpt_interval, settled.persistent_ckpt_interval)
     return settled
@@ -177,9 +181,9 @@ def _parallel(args: argparse.Namespace, launched: int | None) -> Iterator[str]:
             f" {args.num_gpus}"
             f" is {ranks}; --num-gpus is the number on each host"
         )
-    if ranks and args.micro_bs and args.global_bs % (args.micro_bs * ranks):
+    if args.data_ranks and args.micro_bs and args.global_bs % (args.micro_bs * args.data_ranks):
         yield (
-            f"--global-bs {args.global_bs} is no multiple of {ranks} ranks times --micro-bs {args.micro_bs}:"
+            f"--global-bs {args.global_bs} is no multiple of {args.data_ranks} ranks times --micro-bs {args.micro_bs}:"
             f" batches would"
             " differ between ranks"
         )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from recipes.nemo_llama3_70b.flags import make_parser, problems, settle
 from recipes.pretrain.models import CONFIGURATIONS, parameters_of
 from tests.chart.rendering import CHARTS, Helm, Json, one, pods
 from tests.chart.test_on_a_server import assert_taken, namespaces
@@ -28,6 +29,7 @@ CASES = {
     "workload": ("workload", ["workload-values"]),
     "workload on A3 Ultra": ("workload", ["workload-values", "a3-ultra-values"]),
     "workload with multi-tier": ("workload", ["workload-values", "multi-tier-values"]),
+    "workload with NeMo": ("workload", ["workload-values", "nemo-values"]),
     "gcs-fuse": ("gcs-fuse", ["gcs-fuse-values"]),
 }
 #: Bytes of a parameter in a checkpoint of mixed precision: bfloat16 weights, float32 weights, and two moments of Adam.
@@ -128,6 +130,20 @@ def test_multi_tier_replaces_the_ram_disk(helm4: Helm) -> None:
     assert volume["csi"] == {"driver": "multitier-checkpoint.csi.storage.gke.io"}
     (container,) = pod["spec"]["containers"]
     assert "/local" in container["command"]
+
+
+def test_the_flags_for_nemo_are_those_of_its_recipe(helm4: Helm) -> None:
+    (pod,) = pods(helm4.render("workload", files=files("workload with NeMo")))
+    (container,) = pod["spec"]["containers"]
+    arguments = container["command"][container["command"].index("recipes.nemo_llama3_70b.train") + 1 :]
+    ours, theirs = values("workload-values")["workload"], values("supervisor-values")
+    for replicas in range(theirs["min_num_dp_replicas"], theirs["num_dp_replicas"] + 1):
+        ranks = replicas * ours["num_nodes_per_dp"] * ours["gpus_per_node"]
+        args = settle(make_parser().parse_args(arguments), launched_ranks=ranks)
+        assert problems(args, launched_ranks=ranks) == []
+        assert args.ranks == ranks
+    assert "/checkpoints" in {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert not [each for each in pod["spec"]["volumes"] if each["name"] == "local"]
 
 
 def test_what_the_page_types_names_files_and_values_that_are_there(helm4: Helm, tmp_path: Path) -> None:

@@ -51,8 +51,9 @@ def main(
         lazy_bytes: of the engine's options.
         kill_at: the last rank is killed before it begins this step, if the run has not been restarted.
     """
-    import cuda_on_cpu  # beside this file, which runs as a script: NeMo brings a package "tests" of its own
     import torch
+
+    from resiliency.testing import cuda_on_cpu
 
     cuda_on_cpu.install()
     if distributed_optimizer:

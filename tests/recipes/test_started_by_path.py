@@ -25,7 +25,9 @@ runpy.run_path(script, run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("script", ["pretrain/train.py", "benchmark/compare.py", "quickstart/train.py"])
+@pytest.mark.parametrize(
+    "script", ["pretrain/train.py", "benchmark/compare.py", "quickstart/train.py", "nemo_llama3_70b/train.py"]
+)
 def test_a_script_is_started_by_its_path_from_any_folder(script: str, zygote: Zygote, tmp_path: Path) -> None:
     output = tmp_path / "output"
     worker = start_script(zygote, START, output, str(ROOT), str(ROOT / "recipes" / script))

@@ -7,6 +7,7 @@ their files; nothing is learned about devices, streams and copies. For processes
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.machinery
 import sys
 import types
@@ -20,8 +21,7 @@ CPU = torch.device("cpu")
 
 
 def install() -> None:
-    import numpy
-
+    numpy: Any = importlib.import_module("numpy")
     if not hasattr(numpy, "product"):
         numpy.product = numpy.prod  # megatron-core before 0.16; gone in numpy 2
     cuda: Any = torch.cuda
@@ -46,7 +46,8 @@ def install() -> None:
     tensor: Any = torch.Tensor
     module: Any = torch.nn.Module
     tensor.cuda = tensor.pin_memory = module.cuda = lambda self, *_, **__: self
-    _CudaIsCpu().__enter__()
+    mode: Any = _CudaIsCpu()
+    mode.__enter__()
 
 
 def install_fused_adam() -> None:
@@ -66,7 +67,15 @@ def install_fused_adam() -> None:
 class FusedAdam(torch.optim.Optimizer):
     """Adam with its step in the group, as Apex's."""
 
-    def __init__(self, params: Any, lr: float = 1e-3, betas: Any = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0, **_: Any):  # fmt: skip
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: Any = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        **_: Any,
+    ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -88,7 +97,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def _nothing() -> Callable[..., None]:
-    """A function that does nothing; a new one each time, because torch's compiler has a rule for each of these names."""
+    """Returns a function that does nothing, a new one each time: torch's compiler has a rule for each name."""
     return lambda *_, **__: None
 
 
@@ -142,5 +151,5 @@ class _Stream(_Event):
     def __enter__(self) -> _Stream:
         return self
 
-    def __exit__(self, *_: Any) -> bool:
-        return False
+    def __exit__(self, *_: Any) -> None:
+        pass
