@@ -33,6 +33,7 @@ from resiliency.launch.leaving import (
 )
 from resiliency.plugins import _lightning
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
+from resiliency.plugins.nemo_checkpoints import nemo_checkpoint, save_last
 from resiliency.plugins.resume.rank_state import is_step_boundary
 from resiliency.preemption.shield import Shield
 from resiliency.preemption.signals import has_native_handler
@@ -69,7 +70,8 @@ class SavesWhenPreempted(StepHooks):
     restart resumes from it as from any other step. Its file is ``preempted.ckpt``; it is removed once the next start
     has saved a newer checkpoint. While the file exists, every fit without ``ckpt_path`` resumes from this run, unless
     ``auto_resume`` is False: no launcher need say that it is a restart. Without such a callback this one keeps a run of
-    its own in ``checkpoint_dir`` and resumes from there.
+    its own in ``checkpoint_dir`` and resumes from there. In NeMo the checkpoint is the ``-last`` of NeMo's own
+    ``ModelCheckpoint``, which ``AutoResume`` takes.
 
     Lightning's handler for SIGTERM is replaced while a fit trains; a SIGTERM handler of the user is still called. Under
     SLURM with ``auto_requeue``, Lightning's handler for the requeue signal is called when all ranks have stopped at the
@@ -148,6 +150,8 @@ class SavesWhenPreempted(StepHooks):
                 one()
 
         self._undo = undo_all
+        if nemo_checkpoint(trainer) is not None:
+            return  # NeMo's AutoResume decides what is resumed
         others = self._others(trainer)
         wanted = self._checkpoint_dir
         if not others or (wanted is not None and not any(_is_dir_of(one, wanted) for one in others)):
@@ -381,8 +385,15 @@ class SavesWhenPreempted(StepHooks):
         saver, began, step = watch.saver, time.monotonic(), trainer.global_step
         path = self._path(trainer, saver)
         if saver is None:
-            trainer.save_checkpoint(path)
-            _lightning.tell_user(trainer, f"Preempted: step {step} is saved as {path}.")
+            nemos = nemo_checkpoint(trainer)
+            if nemos is None:
+                trainer.save_checkpoint(path)
+            else:
+                path = save_last(trainer, nemos)
+            if path:
+                _lightning.tell_user(trainer, f"Preempted: step {step} is saved as {path}.")
+            else:
+                logger.warning("step %d is not saved before the job ends: there is no finished -last checkpoint", step)
             return
         saver.session.fence()
         left = timedelta(seconds=watch.stop.seconds_left * _COMMIT_SHARE)

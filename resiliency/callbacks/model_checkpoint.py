@@ -244,14 +244,17 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         other = _lightning.other_writer(trainer, has_adapter=adapter is not None)
         if other:
             if stage == "fit" and self._is_new_fit(trainer):
+                advice = other.advice or (
+                    "Without it the checkpoint engine writes them"
+                    if adapter is not None and not other.is_strategy
+                    else f"The checkpoint engine does not write those of {type(trainer.strategy).__name__}, whatever"
+                    f" plugins the Trainer has; {_STRATEGIES}"
+                )
                 logger.warning(
                     "checkpoints are written by %s, as with the stock ModelCheckpoint: training waits for each save,"
                     " and auto_resume is off. %s",
                     other.words,
-                    "Without it the checkpoint engine writes them"
-                    if adapter is not None and not other.is_strategy
-                    else f"The checkpoint engine does not write those of {type(trainer.strategy).__name__}, whatever"
-                    f" plugins the Trainer has; {_STRATEGIES}",
+                    advice,
                 )
             return
         sharded = adapter is not None and adapter.is_sharded

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from resiliency.plugins.nemo_checkpoints import is_nemos
+
 __all__ = [
     "about_to_end",
     "add_worker_seeds",
@@ -330,10 +332,12 @@ class OtherWriter:
     Attributes:
         words: what it is, for people.
         is_strategy: the strategy would write them itself, or with a plugin of its own, also without the user's plugins.
+        advice: what to do so that the engine writes them; "": that follows from the words.
     """
 
     words: str
     is_strategy: bool = False
+    advice: str = ""
 
 
 def other_writer(trainer: Any, *, has_adapter: bool = False) -> OtherWriter | None:
@@ -345,6 +349,8 @@ def other_writer(trainer: Any, *, has_adapter: bool = False) -> OtherWriter | No
         has_adapter: an adapter of the engine supports the strategy, with the methods that it has for saving.
     """
     strategy, io = trainer.strategy, trainer.strategy.checkpoint_io
+    if is_nemos(strategy):
+        return OtherWriter(words=f"NeMo's {type(strategy).__name__}", is_strategy=True, advice=_IN_NEMO)
     stock = type(io).__name__ == "TorchCheckpointIO" and type(io).__module__.startswith(_FABRICS)
     if not stock and not type(io).__module__.startswith("resiliency."):
         was_passed = io is trainer._accelerator_connector.checkpoint_io
@@ -397,6 +403,10 @@ def torch_save_is_replaced() -> bool:
     return torch.save is not torch.serialization.save
 
 
+_IN_NEMO = (
+    "Pass NeMo's own ModelCheckpoint in its place, without which AutoResume finds nothing, and add"
+    " resiliency.plugins.nemo.CheckpointEngine() to the Trainer's callbacks (docs/nemo.md)"
+)
 #: Methods of strategies and of CheckpointIO plugins that write or remove a checkpoint.
 _WRITES = ("save_checkpoint", "remove_checkpoint")
 #: Prefixes of the modules that belong to Lightning's packages.

@@ -10,7 +10,8 @@ Megatron's own planner says what each rank writes: main replicas, prepended axes
 work. The engine writes it, and the folder is one that stock megatron-core reads: ``.metadata``, a ``.distcp`` file for
 each rank, ``common.pt`` and ``metadata.json``. All of them appear when the step is committed.
 
-Needs megatron-core (0.13 to 0.16 were run). Importing this module imports it.
+Needs megatron-core (0.13 to 0.16 were run). Importing this module imports it, and raises ConfigError where
+that does not work.
 """
 
 from __future__ import annotations
@@ -28,9 +29,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig
-from megatron.core.dist_checkpointing.strategies import torch as megatron
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from resiliency.checkpoint.checkpointer import Checkpointer
 from resiliency.checkpoint.dcp import check_folder, write_plan_of
@@ -38,8 +36,16 @@ from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions,
 from resiliency.checkpoint.ticket import LOCAL, Ticket
 from resiliency.checkpoint.write_plan import WritePlan
 from resiliency.errors import ConfigError, ResiliencyError
+from resiliency.plugins._missing import no_megatron
 from resiliency.storage.shard_file import STOCK_METADATA
 from resiliency.storage.stage import Stage
+
+try:
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig
+    from megatron.core.dist_checkpointing.strategies import torch as megatron
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+except ImportError as error:
+    raise no_megatron(error) from error
 
 __all__ = ["CommitQueue", "MegatronLoadStrategy", "MegatronSaveStrategy"]
 

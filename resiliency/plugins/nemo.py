@@ -8,7 +8,8 @@ NeMo's own ``ModelCheckpoint`` and ``AutoResume`` stay in charge: when checkpoin
 are kept and which one a run resumes. The strategy's ``ckpt_*`` arguments apply as without the callback.
 
 Needs NeMo 2.3 to 2.7. NeMo 3 has no ``MegatronStrategy``; there, give
-:class:`~resiliency.plugins.megatron.MegatronSaveStrategy` to Megatron-Bridge. Importing this module imports NeMo.
+:class:`~resiliency.plugins.megatron.MegatronSaveStrategy` to Megatron-Bridge. Importing this module imports NeMo, and
+raises ConfigError, with what to install or to use instead, where that does not work.
 """
 
 from __future__ import annotations
@@ -18,18 +19,23 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import lightning.pytorch as pl
-import nemo.collections.llm  # noqa: F401 - before all other parts of NeMo, which import each other in circles
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from megatron.core.parallel_state import get_data_parallel_group
-from nemo.lightning.io.pl import MegatronCheckpointIO
-from nemo.lightning.pytorch.strategies import MegatronStrategy
-from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
-
 from resiliency.checkpoint.dcp import check_folder
 from resiliency.checkpoint.options import CheckpointerOptions, RemoteTierOptions
 from resiliency.errors import ConfigError
-from resiliency.plugins.megatron import CommitQueue, MegatronSaveStrategy
+from resiliency.plugins._missing import no_nemo
+
+try:
+    import lightning.pytorch as pl
+    import nemo.collections.llm  # noqa: F401 - before all other parts of NeMo, which import each other in circles
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from megatron.core.parallel_state import get_data_parallel_group
+    from nemo.lightning.io.pl import MegatronCheckpointIO
+    from nemo.lightning.pytorch.strategies import MegatronStrategy
+    from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
+
+    from resiliency.plugins.megatron import CommitQueue, MegatronSaveStrategy
+except ImportError as error:
+    raise no_nemo(error) from error
 
 __all__ = ["CheckpointEngine"]
 

@@ -104,6 +104,19 @@ def test_a_strategy_that_writes_its_own_checkpoints_is_not_taken_for_a_plugin(
     assert sorted(os.listdir(tmp_path)) == FILES
 
 
+def test_in_nemo_the_message_says_what_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lightning = importlib.import_module(PL)
+
+    class MegatronStrategy(lightning.strategies.SingleDeviceStrategy):  # type: ignore[name-defined,misc]
+        __module__ = "nemo.lightning.pytorch.strategies.megatron_strategy"
+
+    trainer = make_trainer(PL, [ours(PL, tmp_path, **EVERY)], root=tmp_path, strategy=MegatronStrategy(device="cpu"))
+    trainer.fit(make_net(PL), loader())
+    (line,) = said(caplog)
+    assert "NeMo's MegatronStrategy" in line and "CheckpointEngine() to the Trainer's callbacks" in line
+    assert sorted(os.listdir(tmp_path)) == FILES, "as with the stock class"
+
+
 def test_our_own_plugin_is_no_other_writer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     namespace = NAMESPACES[0]
     trainer = make_trainer(

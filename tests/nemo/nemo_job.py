@@ -11,6 +11,7 @@ import os
 import sys
 import time
 import warnings
+from datetime import timedelta
 from typing import Any
 
 warnings.filterwarnings("ignore")
@@ -36,6 +37,8 @@ def main(
     save_last: Any = True,
     callbacks: bool = False,
     kill_at: int | None = None,
+    kill_signal: int = 9,
+    checkpoint_of: str = "nemo",
     finalizes: bool = False,
     hidden: int = 64,
     lazy_bytes: int = 1,
@@ -49,7 +52,8 @@ def main(
             when the run is killed, and NeMo refuses to resume.
         hidden: size of the model.
         lazy_bytes: of the engine's options.
-        kill_at: the last rank is killed before it begins this step, if the run has not been restarted.
+        kill_at: the last rank gets ``kill_signal`` before it begins this step, if the run has not been restarted.
+        checkpoint_of: whose ``ModelCheckpoint`` it is: "nemo", or "resiliency".
     """
     import torch
 
@@ -73,6 +77,17 @@ def main(
         def __init__(self) -> None:
             self.began, self.saving_s = 0.0, 0.0
 
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            load = trainer.strategy.load_checkpoint
+
+            def timed(*arguments: Any, **options: Any) -> Any:
+                began = time.monotonic()
+                loaded = load(*arguments, **options)
+                tell(restoring_s=time.monotonic() - began)
+                return loaded
+
+            trainer.strategy.load_checkpoint = timed
+
         def on_train_start(self, trainer: Any, *_: Any) -> None:
             tell(start=trainer.global_step, rank=trainer.global_rank)
             save = trainer.strategy.save_checkpoint
@@ -93,12 +108,12 @@ def main(
                 trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=True)
             last = trainer.global_rank == world - 1
             if trainer.global_step == kill_at and last and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-                os.kill(os.getpid(), 9)
+                os.kill(os.getpid(), kill_signal)
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.is_global_zero:
                 loss = float(trainer.callback_metrics.get("reduced_train_loss", -1))
-                tell(step=trainer.global_step, loss=loss)
+                tell(step=trainer.global_step, loss=loss, at=time.monotonic())
 
     config = llm.GPTConfig(
         num_layers=2,
@@ -146,9 +161,14 @@ def main(
         # All tensors are copied late, even those of so small a model.
         taking_part.append(CheckpointEngine(options=CheckpointerOptions(lazy_bytes=lazy_bytes)))
     if overlap:
-        from nemo.lightning.pytorch.callbacks.megatron_comm_overlap import MegatronCommOverlapCallback
+        if callbacks:
+            from resiliency.callbacks.comm_overlap import MegatronCommOverlapCallback
+        else:
+            from nemo.lightning.pytorch.callbacks.megatron_comm_overlap import MegatronCommOverlapCallback
 
         taking_part.append(MegatronCommOverlapCallback(tp_comm_overlap=False))
+    if callbacks:
+        taking_part += _callbacks(out)
     trainer = nl.Trainer(
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         accelerator="cpu",
@@ -164,6 +184,8 @@ def main(
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
+    if checkpoint_of == "resiliency":
+        from resiliency import ModelCheckpoint
     checkpoint = ModelCheckpoint(
         save_last=save_last,
         monitor="reduced_train_loss",
@@ -182,6 +204,24 @@ def main(
     tell(ended=trainer.global_step, rank=trainer.global_rank)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def _callbacks(out: str) -> list[Any]:
+    from resiliency import AutoCheckpointCallback
+    from resiliency.callbacks.goodput import GoodputCallback
+    from resiliency.callbacks.heartbeat import HeartbeatCallback
+    from resiliency.callbacks.logging import MemoryLoggingCallback, StepLoggingCallback, TPSLoggingCallback
+    from resiliency.callbacks.profile import ProfileCheckpointCallback
+
+    return [
+        AutoCheckpointCallback(metadata_server=None, grace=timedelta(minutes=2)),
+        HeartbeatCallback(),
+        GoodputCallback(os.path.join(out, "events"), prog_bar=False, log=False),
+        StepLoggingCallback(),
+        TPSLoggingCallback(BATCH, SEQUENCE),
+        MemoryLoggingCallback(),
+        ProfileCheckpointCallback(os.path.join(out, "traces"), 1),
+    ]
 
 
 def _data(llm: Any, replicas: int) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from resiliency.runtime.exit_codes import PREEMPTED
 from tests.conftest import NEMO_PYTHON
 from tests.ports import free_port
 
@@ -196,6 +197,44 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_as_if_nothing_h
     ]
     assert {line["step"]: line["loss"] for line in lines if "step" in line} == straight.losses
     assert any(line.get("ended") == 8 for line in lines)
+
+
+def test_all_callbacks_take_part_in_a_run_whose_rank_is_killed(tmp_path: Path) -> None:
+    shape = {**SHAPES["distributed optimizer"], "steps": 8}
+    straight = fit(tmp_path / "straight", ranks=2, ours=False, **shape)
+    ours = tmp_path / "ours"
+    resiliency = [str(NEMO_PYTHON), "-W", "ignore", "-c", "from resiliency.cli.main import main; main()"]
+    launched = [*resiliency, "run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    options = {"out": str(ours), "kill_at": 6, "finalizes": True, "callbacks": True, **shape}
+    events = {"RESILIENCY_EVENTS_DIR": str(ours / "events")}
+    (said,) = finish([started([*launched, str(JOB), json.dumps(options)], events)])
+    lines = told(said)
+    assert {line["step"]: line["loss"] for line in lines if "step" in line} == straight.losses, said[-3000:]
+    starts = [line["start"] for line in lines if line.get("rank") == 0 and "start" in line]
+    assert starts in ([0, 4], [0, 6])
+    assert "nobody receives this job's heartbeats" not in said
+    assert "there is no save to trace" in said, "ProfileCheckpointCallback knows only this library's ModelCheckpoint"
+    report = [*resiliency, "goodput", "report", "--log", str(ours / "events"), "--json"]
+    (reported,) = finish([started(report, {})])
+    assert json.loads(reported[reported.index("{") :])["attempts"], reported
+
+
+def test_a_job_that_is_to_go_saves_what_nemo_resumes(tmp_path: Path) -> None:
+    straight = fit(tmp_path / "straight", ours=False, steps=8)
+    ours = tmp_path / "ours"
+    (process,) = start(ours, steps=8, callbacks=True, kill_at=5, kill_signal=int(signal.SIGTERM))
+    (said,) = finish([process])
+    assert process.returncode == PREEMPTED and "Preempted: step 6 is saved as" in said, said[-3000:]
+    assert checkpoints(ours).keys() >= {"step=5-last"} and not list(ours.glob("run/checkpoints/*-unfinished"))
+    resumed = fit(ours, steps=8, callbacks=True)
+    assert resumed.start == 6 and resumed.resumed.endswith("step=5-last/weights")
+    assert resumed.losses == {step: straight.losses[step] for step in (7, 8)}
+
+
+def test_our_model_checkpoint_in_nemo_says_to_keep_nemos(tmp_path: Path) -> None:
+    run = fit(tmp_path, ours=False, checkpoint_of="resiliency")
+    assert run.said.count("Pass NeMo's own ModelCheckpoint in its place") == 1
+    assert max(run.losses) == 4
 
 
 def told(said: str) -> list[dict[str, Any]]:
