@@ -75,6 +75,7 @@ class Controller:
     Args:
         sensor: the states of the hosts.
         period_s: seconds between two reports of a host.
+        job_of: what the cluster says that a host belongs to; "": to nothing that has a name. None: it has not said yet.
         resorts: returns the last resorts that the cluster was found able to for a workload.
     """
 
@@ -86,7 +87,7 @@ class Controller:
         settings: ControllerSettings = ControllerSettings(),  # noqa: B008 - frozen
         period_s: float = 5.0,
         machine_of: Callable[[str], str] = lambda host: "",
-        job_of: Callable[[str], str] = lambda host: "",
+        job_of: Callable[[str], str | None] = lambda host: "",
         job_name: Callable[[str], str] = str,
         resorts: Callable[[Workload], Collection[RemedyKind]] = lambda workload: (),
     ) -> None:
@@ -804,7 +805,8 @@ class Controller:
 
     def _of_one_job(self, workload: Workload, hosts: list[str]) -> list[str]:
         """Those of one job that the user has submitted: another one has other data, and maybe another script."""
-        jobs = {host: self._job_of(host) for host in hosts}
+        jobs = {host: job for host in hosts if (job := self._job_of(host)) is not None}
+        hosts = list(jobs)
         counts = Counter(filter(None, jobs.values()))
         if not counts or counts.keys() == {workload.job}:
             return hosts

@@ -181,7 +181,7 @@ class Service:
             ),
             period_s=settings.sensor.period_s,
             machine_of=self.machine_of,
-            job_of=self.job_of,
+            job_of=lambda host: None if self._is_unnamed(host) else self.job_of(host),
             job_name=self.job_name,
             resorts=self._resorts,
         )
@@ -580,6 +580,10 @@ class Service:
             return True
         jobs = {each.job for each in self.decided.workloads.values()}
         return host in self._facts and (self.job_of(host) in jobs or "" in jobs)
+
+    def _is_unnamed(self, host: str) -> bool:
+        """Whether the cluster will say what the host belongs to, and has not yet. Its watch may be behind."""
+        return self._cluster.vouches and host not in self._facts
 
     def job_of(self, host: str) -> str:
         """What the host belongs to, as the cluster says; "": it does not say."""
@@ -1102,6 +1106,7 @@ class Service:
                 ],
                 has_pods=self._cluster.vouches,
                 of_others=of_others,
+                unnamed=[host for host in self.controller.free() if self._is_unnamed(host)],
             )
         if not of_others:
             return ""

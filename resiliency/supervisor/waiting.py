@@ -19,6 +19,7 @@ def waits_for(
     unheard: Collection[str],
     has_pods: bool,
     of_others: Mapping[str, int],
+    unnamed: Collection[str] = (),
 ) -> str:
     """What a workload without places waits for, in words.
 
@@ -28,6 +29,7 @@ def waits_for(
         unheard: hosts that the cluster has started and that have not connected.
         has_pods: the cluster starts the hosts, as pods.
         of_others: how many ready hosts other jobs have, by their names.
+        unnamed: ready hosts of which the cluster has not said to which job they belong.
     """
     enough = f", and {spec.min_hosts} are enough" if spec.min_hosts < spec.hosts else ""
     said = [f"{len(ready)} of {spec.hosts} hosts are ready{enough}"]
@@ -39,7 +41,9 @@ def waits_for(
         said.append(f"{host.name} is {host.state}" + (f" ({host.reason})" if host.reason else ""))
     if unheard:
         said.append(f"{names(unheard)} {'has' if len(unheard) == 1 else 'have'} not connected yet")
-    missing = spec.hosts - len(ready) - len(away) - len(unheard)
+    if unnamed:
+        said.append(f"to which job {names(unnamed)} belong is not known yet: the log says why pods cannot be followed")
+    missing = spec.hosts - len(ready) - len(away) - len(unheard) - len(unnamed)
     if missing > 0 and has_pods:
         said.append(f"{missing} {'has' if missing == 1 else 'have'} no pod on a node: kubectl get pods says why")
     elif missing > 0:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from resiliency.supervisor.clusters.base import HostFacts
 from resiliency.supervisor.model import WorkloadSpec, WorkloadState
 
-from .simulated_service import SimHost, Whole
+from .simulated_service import SimHost, Whole, _AsCluster
 
 
 @pytest.fixture
@@ -122,3 +123,24 @@ def test_two_jobs_that_come_together_are_not_mixed() -> None:
         assert {made.others[host] for host in made.job.places} == {"aa"}
     finally:
         made.close()
+
+
+@pytest.fixture
+def names_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cluster says of each host what it belongs to."""
+    monkeypatch.setattr(_AsCluster, "vouches", True)
+
+
+def test_a_host_gets_no_ranks_before_the_cluster_has_said_to_which_job_it_belongs(
+    names_hosts: None, crowded: Whole
+) -> None:
+    assert crowded.service is not None
+    spare = next(iter(crowded.others))
+    facts = crowded.service._facts.pop(spare)  # its watch is behind
+    lost, kept = crowded.job.places
+    crowded.hosts[lost].up = False
+    crowded.until(lambda: crowded.job.places == (kept,) and crowded.job.state is WorkloadState.RUNNING)
+    crowded.pass_time(10.0)
+    assert crowded.job.places == (kept,)
+    crowded.service.cluster_says(replace(facts, job="first"))
+    crowded.until(lambda: set(crowded.job.places) == {kept, spare})

@@ -360,6 +360,7 @@ def test_while_the_lease_is_out_of_reach_the_one_with_most_hosts_goes_on(
             await until(lambda: len(places(supervisor)) == 3)
             service = supervisor.service
             assert service is not None and service.leads()
+            service.cluster_says(vouching.facts["d"])
             lease.held = False
             await until(lambda: not service.leads())
             lease.is_out_of_reach = True
