@@ -237,6 +237,10 @@ class Controller:
         if workload.job != job:
             self._set(replace(workload, job=job))
 
+    def waits_anew(self, name: str, now_s: float) -> None:
+        """The time to wait for enough hosts begins now. Not stored, because it begins anew with each supervisor."""
+        self._workloads[name] = replace(self._workloads[name], since_s=now_s)
+
     def stop(
         self, name: str, reason: str, now_s: float, wall: float, *, by_hand: bool = False, generation: int = 0
     ) -> bool:

@@ -389,6 +389,7 @@ class Service:
         if nothing_was_adopted:
             for host, heard in self._heard.items():  # once they are told to end those ranks they report them no more
                 self.controller.heard_of_generation(host, *heard.place)
+        self._wait_for_submission(now_s)
         self.controller.look(now_s, wall, held=lambda name: self._adoption.holds_workload(name, now_s))
         if nothing_was_adopted:
             self._offers_held = False
@@ -397,6 +398,14 @@ class Service:
             self._swept_s = now_s
             self._sweep(now_s)
         self._collect()
+
+    def _wait_for_submission(self, now_s: float) -> None:
+        """Where a cluster starts the hosts, the time to wait for them begins when one of the job has a machine. Before
+        that, the job is not submitted, suspended, or queued."""
+        for name, workload in self.controller.workloads.items() if self._cluster.vouches else ():
+            waits = workload.state is WorkloadState.WAITING
+            if waits and not any(self._may_be_of(workload, host) for host in self._facts):
+                self.controller.waits_anew(name, now_s)
 
     def _forgive_own_absence(self, now_s: float) -> None:
         """Moves deadlines of steps by the time in which this process did not run and could hear no host, or in which

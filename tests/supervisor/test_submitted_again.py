@@ -144,3 +144,20 @@ def test_a_host_gets_no_ranks_before_the_cluster_has_said_to_which_job_it_belong
     assert crowded.job.places == (kept,)
     crowded.service.cluster_says(replace(facts, job="first"))
     crowded.until(lambda: set(crowded.job.places) == {kept, spare})
+
+
+def test_the_time_to_wait_for_hosts_begins_when_the_job_is_submitted_or_goes_on(names_hosts: None) -> None:
+    made = Whole(WorkloadSpec(name="job", replicas=2, min_replicas=2, dwell_s=1.0, wait_timeout_s=20.0), 0)
+    try:
+        for name in ("first", "suspended"):
+            made.pass_time(60.0)
+            made.add_host(name, of="first")
+            made.pass_time(15.0)
+            assert made.job.state is WorkloadState.WAITING
+            if name == "first":
+                made.hosts.pop(name).up = False
+                assert made.service is not None
+                made.service.cluster_says(HostFacts(host=name, node="n", is_gone=True))
+        made.until(lambda: made.job.state is WorkloadState.STOPPED, within_s=15.0)
+    finally:
+        made.close()
