@@ -64,6 +64,11 @@ class Adoption:
         self._mute: set[str] = set()
         self._have_obeyed = False
 
+    def wait_until(self, until_s: float) -> None:
+        """Waits longer, if hosts have obeyed an earlier supervisor and none of those that had ranks is heard yet."""
+        if self._have_obeyed and not self._places and not all(self._generations.values()):
+            self.until_s = until_s
+
     def connected(self, host: str, term: int) -> None:
         """A host has connected that has obeyed a supervisor of this term; 0: none."""
         if term:

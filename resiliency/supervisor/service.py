@@ -75,6 +75,9 @@ _MOST_TEXT = 2000
 _MOST_STEP = 1 << 53
 #: A host without ranks is taken out of the cluster when it has been silent for this many heartbeat timeouts.
 _LEFT_BEHIND = 3
+#: Seconds in which hosts that have not connected may have all ranks of a job that is not known here: it is not begun on
+#: others. A kubelet takes up to a minute and a half to give a pod the supervisor's new certificate.
+_UNHEARD_S = 120.0
 #: When no look took place for this many seconds, or a transaction takes longer, deadlines of steps are moved.
 _AWAY_S = 1.0
 #: How the reason of a cordon begins that is the cluster's, and ends with what the cluster wants. It is stored with it.
@@ -246,10 +249,8 @@ class Service:
         )
         self._asks = self.decided.asks()
         generations = {spec.name: 0 for spec in self.settings.workloads if not self._begin_again}
-        self._adoption = Adoption(
-            {**generations, **{each.name: each.generation for each in stored.workloads}},
-            now_s + self.settings.sensor.timeout_s + self.settings.sensor.period_s,
-        )
+        known = {**generations, **{each.name: each.generation for each in stored.workloads}}
+        self._adoption = Adoption(known, now_s + self._adopts_s)
         wanted = {spec.name for spec in self.settings.workloads}
         for spec in self.settings.workloads:
             self._add(spec, now_s)
@@ -390,6 +391,8 @@ class Service:
             for host, heard in self._heard.items():  # once they are told to end those ranks they report them no more
                 self.controller.heard_of_generation(host, *heard.place)
         self._wait_for_submission(now_s)
+        if now_s < self._adoption.until_s and now_s - self.began_s < _UNHEARD_S and self._has_unheard():
+            self._adoption.wait_until(now_s + self._adopts_s)
         self.controller.look(now_s, wall, held=lambda name: self._adoption.holds_workload(name, now_s))
         if nothing_was_adopted:
             self._offers_held = False
@@ -398,6 +401,14 @@ class Service:
             self._swept_s = now_s
             self._sweep(now_s)
         self._collect()
+
+    @property
+    def _adopts_s(self) -> float:
+        return self.settings.sensor.timeout_s + self.settings.sensor.period_s
+
+    def _has_unheard(self) -> bool:
+        """Whether there are hosts on machines that work and that have not connected yet: they may have ranks."""
+        return any(not one.is_down and self.sensor.host(one.host) is None for one in self._facts.values())
 
     def _wait_for_submission(self, now_s: float) -> None:
         """Where a cluster starts the hosts, the time to wait for them begins when one of the job has a machine. Before

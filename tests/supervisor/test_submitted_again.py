@@ -161,3 +161,24 @@ def test_the_time_to_wait_for_hosts_begins_when_the_job_is_submitted_or_goes_on(
         made.until(lambda: made.job.state is WorkloadState.STOPPED, within_s=15.0)
     finally:
         made.close()
+
+
+def test_a_job_is_not_begun_on_spares_while_the_host_that_has_its_ranks_cannot_connect(names_hosts: None) -> None:
+    """The supervisor knows nothing of it, and the host has no certificate of it yet."""
+    made = Whole(WorkloadSpec(name="job", replicas=1, dwell_s=1.0, start_timeout_s=6.0), 2)
+    try:
+        made.is_of("first")
+        made.until(lambda: made.job is not None and made.job.state is WorkloadState.RUNNING)
+        (trains,), generation = made.job.places, made.job.generation
+        made.kill()
+        made.journal.workloads.clear(), made.journal.plans.clear()
+        made.journal.incidents.clear(), made.journal.hosts.clear()
+        made.hosts[trains].up = False
+        made.start()
+        made.pass_time(60.0)
+        assert not made.job.places
+        made.hosts[trains].up = True
+        made.until(lambda: made.job.state is WorkloadState.RUNNING)
+        assert (made.job.places, made.job.generation) == ((trains,), generation)
+    finally:
+        made.close()
