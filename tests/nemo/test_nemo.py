@@ -177,6 +177,18 @@ def test_damage_is_named(tmp_path: Path) -> None:
     assert '"start"' not in said
 
 
+def test_what_cannot_be_resumed_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    fit(tmp_path)
+    (weights,) = (tmp_path / "run" / "checkpoints").glob("*-last/weights")
+    (of_another_model,) = finish(start(tmp_path, steps=8, hidden=128))
+    assert "Global shape mismatch" in of_another_model and "for key" in of_another_model, of_another_model[-3000:]
+    for path in weights.iterdir():
+        path.unlink()
+    (of_nothing,) = finish(start(tmp_path, steps=8))
+    assert f"{weights} is not a distributed checkpoint" in of_nothing, of_nothing[-3000:]
+    assert '"start"' not in of_another_model + of_nothing
+
+
 def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
     straight = fit(tmp_path / "straight", ranks=2, steps=8, ours=False)
     launcher = [str(NEMO_PYTHON), "-W", "ignore", "-c", "from resiliency.cli.main import main; main()", "run"]
@@ -216,7 +228,8 @@ def test_all_callbacks_take_part_in_a_run_whose_rank_is_killed(tmp_path: Path) -
     assert "there is no save to trace" in said, "ProfileCheckpointCallback knows only this library's ModelCheckpoint"
     report = [*resiliency, "goodput", "report", "--log", str(ours / "events"), "--json"]
     (reported,) = finish([started(report, {})])
-    assert json.loads(reported[reported.index("{") :])["attempts"], reported
+    (run,) = json.loads(reported[reported.index("{\n") : reported.rindex("}") + 1])["runs"]
+    assert len(run["attempts"]) == 2 and run["goodput"] > 0
 
 
 def test_a_job_that_is_to_go_saves_what_nemo_resumes(tmp_path: Path) -> None:
