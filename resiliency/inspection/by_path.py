@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,7 +38,7 @@ from resiliency.storage.archive import read_directory
 from resiliency.storage.blocks import BLOCK_BYTES
 from resiliency.storage.catalog import StepListing
 from resiliency.storage.manifest import MANIFEST, META_DIR, STEPS_DIR, Manifest, ShardRecord, rank_of_shard
-from resiliency.storage.names import read_name
+from resiliency.storage.names import first_shard, read_name
 from resiliency.storage.own_record import check_identity_is_absent, read_own_manifest
 from resiliency.storage.shard_file import IDENTITY_BYTES, RANK_STATE, Identity, read_identity
 from resiliency.storage.single_files import SingleFile, read_shard_inside
@@ -104,7 +105,7 @@ def locate(path: str, *, run: str | None = None) -> Located | None:
     except (ConfigError, NoCheckpointFound):
         return _copy_elsewhere(path, run)
     if target.run is None and not survey.runs_in(target.tier):
-        return None
+        return _copy_elsewhere(path, run)
     if run is not None and target.run not in (None, run):
         raise NoCheckpointFound(f"{path} is a checkpoint of run {target.run!r}, not of {run!r}")
     name, step = survey.one_step(target, run=run)
@@ -141,14 +142,14 @@ def _copy_elsewhere(path: str, run: str | None) -> Located | None:
 
 
 def _check_is_not_ours(tier: Tier, name: str) -> None:
-    """Raises CorruptShard for a file of ours whose first bytes are damaged and no longer identify it."""
+    """Raises CorruptShard for a file of ours, or a folder with one, whose first bytes no longer identify it."""
     if name in ("", ".", ".."):
         return
-    nbytes = next((info.nbytes for info in tier.list(name) if info.key == name), 0)
-    with suppress(FileNotFoundError):  # the file has just been deleted
-        if nbytes:
-            where = tier.location(name)
-            check_identity_is_absent(lambda start, end: tier.read_range(name, start, end), nbytes, where=where)
+    found = next((info for info in tier.list(name) if info.key == name), None) or first_shard(tier, name)
+    if found is not None and found.nbytes:
+        with suppress(FileNotFoundError):  # the file has just been deleted
+            read = partial(tier.read_range, found.key)
+            check_identity_is_absent(read, found.nbytes, where=tier.location(found.key))
 
 
 def _files_of(listing: StepListing) -> dict[int, str]:
@@ -196,7 +197,7 @@ def _named(tier: Tier, name: str, listing: StepListing | None) -> Located:
     if identity.rank != 0 or not (located.replicated or located.is_checked):
         raise NoCheckpointFound(
             f"{where} is shard {identity.rank} of {identity.world_size} of {identity.id} of run {identity.run!r}; the"
-            " step they make together is not there"
+            f" step they make together is not there, or its {MANIFEST} is missing or damaged"
         )
     return located
 

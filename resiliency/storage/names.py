@@ -25,11 +25,12 @@ from resiliency.storage.shard_file import IDENTITY_BYTES, STOCK_METADATA, Identi
 from resiliency.storage.step_id import StepId
 from resiliency.storage.stock_folder import has_stock_metadata, stock_files
 from resiliency.storage.tiers._keys import partial_name
-from resiliency.storage.tiers.base import Tier
+from resiliency.storage.tiers.base import ObjectInfo, Tier
 from resiliency.storage.tiers.local import LocalTier
 
 __all__ = [
     "delete_names",
+    "first_shard",
     "give_name",
     "give_names",
     "is_in_stock_folder",
@@ -65,17 +66,27 @@ def read_name(tier: Tier, name: str) -> Identity | None:
     try:
         return _identity_of(tier, name)
     except FileNotFoundError:
-        # Any shard will do: a folder that one host has for itself may not have the first one, and an interrupted
-        # deletion leaves only some.
-        keys = [info.key for start in ("shard-", "__") for info in tier.list(f"{name}/{start}")]
-        ranks = {key: rank for key in keys if (rank := rank_of_shard(key.removeprefix(f"{name}/"))) is not None}
-        shard = min(ranks, key=lambda key: ranks[key], default=None)
-    if shard is None:
+        found = first_shard(tier, name)
+    if found is None:
         return None
     try:
-        return read_identity(tier.read_range(shard, 0, IDENTITY_BYTES), where=tier.location(shard))
+        return read_identity(tier.read_range(found.key, 0, IDENTITY_BYTES), where=tier.location(found.key))
     except FileNotFoundError:
         return None  # deleted meanwhile
+
+
+def first_shard(tier: Tier, name: str) -> ObjectInfo | None:
+    """The shard with the lowest number in the folder that a name is; None when there is none. Blocks: a listing.
+
+    It need not be shard 0: a folder that one host has for itself may not have it, and an interrupted deletion leaves
+    only some. A stock distributed checkpoint has files of the same names.
+
+    Raises:
+        TierError: the tier cannot be read.
+    """
+    infos = [info for start in ("shard-", "__") for info in tier.list(f"{name}/{start}")]
+    ranks = {info: rank for info in infos if (rank := rank_of_shard(info.key.removeprefix(f"{name}/"))) is not None}
+    return min(ranks, key=lambda info: ranks[info], default=None)
 
 
 def _identity_of(tier: Tier, key: str) -> Identity | None:

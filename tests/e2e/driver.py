@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,10 +110,13 @@ class Job:
 
     def wait_for_agents(self, *, timeout_s: float) -> None:
         """Waits until the agents have ended by themselves."""
+        self.wait_for(lambda: not self.agents(), "no agent runs", timeout_s=timeout_s)
+
+    def wait_for(self, true: Callable[[], bool], what: str, *, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         pause = threading.Event()
-        while self.agents():
-            assert time.monotonic() < deadline, f"agents {self.agents()} still run"
+        while not true():
+            assert time.monotonic() < deadline, f"not after {timeout_s} s: {what}; agents {self.agents()}"
             pause.wait(0.05)
 
     def events(self, pattern: str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The job that the kill tests kill: Lightning DDP with everything in it that makes an exact resume hard."""
+"""The job that the kill tests kill: Lightning DDP or FSDP2 with everything in it that makes an exact resume hard."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from resiliency.callbacks.model_checkpoint import ModelCheckpoint
@@ -31,6 +33,13 @@ class Net(pl.LightningModule):
             torch.nn.Linear(1200, 16),
         )
 
+    def configure_model(self) -> None:
+        mesh = self.device_mesh
+        if mesh is None or isinstance(self.layers, FSDPModule):
+            return  # not sharded, or called once more
+        for layer in (self.layers[0], self.layers[-1], self.layers):
+            fully_shard(layer, mesh=mesh["data_parallel"])
+
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         (x,) = batch
         if self.global_step == self.fail_at:
@@ -49,11 +58,20 @@ class Net(pl.LightningModule):
 
 
 def weights_hash(module: torch.nn.Module) -> str:
-    """Digest of every parameter, bit for bit."""
+    """Digest of every parameter, bit for bit. Collective where they are sharded."""
     digest = hashlib.sha256()
     for parameter in module.parameters():
-        digest.update(parameter.detach().numpy().tobytes())
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        digest.update(whole.detach().numpy().tobytes())
     return digest.hexdigest()
+
+
+def strategy_of(name: str, world_size: int) -> Any:
+    if name == "fsdp2":
+        return pl.strategies.ModelParallelStrategy(
+            data_parallel_size=world_size, tensor_parallel_size=1, process_group_backend="gloo"
+        )
+    return pl.strategies.DDPStrategy(process_group_backend="gloo") if world_size > 1 else "auto"
 
 
 def train(
@@ -65,6 +83,7 @@ def train(
     accumulate: int = 2,
     validate: int | None = 5,
     fail_at: int | None = None,
+    strategy: str = "ddp",
     **checkpoint: Any,
 ) -> None:
     """One rank of one attempt. Writes the final hash to ``result`` when it gets that far."""
@@ -91,7 +110,7 @@ def train(
         accelerator="cpu",
         devices=world_size,
         logger=False,
-        strategy=pl.strategies.DDPStrategy(process_group_backend="gloo") if world_size > 1 else "auto",
+        strategy=strategy_of(strategy, world_size),
         callbacks=[callback],
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -102,8 +121,9 @@ def train(
     )
     loader = DataLoader(TensorDataset(data), batch_size=4, shuffle=True)
     trainer.fit(module, loader, DataLoader(TensorDataset(data[:8]), batch_size=4))
+    weights = weights_hash(module)
     if trainer.global_rank == 0:
         partial = f"{result}.partial"
         with open(partial, "w", encoding="ascii") as file:
-            json.dump({"hash": weights_hash(module), "steps": trainer.global_step}, file)
+            json.dump({"hash": weights, "steps": trainer.global_step}, file)
         os.replace(partial, result)
