@@ -18,12 +18,13 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from resiliency.checkpoint.rank_messages import OfferedBox, WritePlanBoxes
+from resiliency.checkpoint.rank_messages import WritePlanBoxes
 from resiliency.checkpoint.shard_plan import Agree, HostPart, ShardPlanner
 from resiliency.checkpoint.write_plan import WriteChunk, WritePlan
 from resiliency.runtime.typed_json import encode
 from resiliency.state.layouts import Box, MeshLayout, Split
 from resiliency.state.leaf_kinds import LeafDescription, register_leaf_kind
+from resiliency.storage.shard_file import Chunk
 
 __all__ = ["PlanFigures", "measure_plans", "plan_table"]
 
@@ -155,11 +156,8 @@ def _given(ranks: int, tensors: int, rounds: int) -> PlanFigures:
     shape = (ranks, COLUMNS)
 
     def offer(rank: int) -> bytes:
-        boxes = [
-            OfferedBox(key=f"layer.{i}.weight", offsets=(rank, 0), sizes=(1, COLUMNS), shape=shape, dtype="float32")
-            for i in range(tensors)
-        ]
-        return encode(WritePlanBoxes(boxes=tuple(boxes)))
+        boxes = [Chunk(f"layer.{i}.weight", (rank, 0), (1, COLUMNS), "float32", 4, shape) for i in range(tensors)]
+        return encode(WritePlanBoxes.of(boxes))
 
     local = torch.zeros(1, COLUMNS)
     chunks = [WriteChunk(key=f"layer.{i}.weight", tensor=local, shape=shape) for i in range(tensors)]

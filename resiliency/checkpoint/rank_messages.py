@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import TypeVar
 
 from resiliency.checkpoint.coordinator import Coordinator
@@ -24,7 +25,6 @@ __all__ = [
     "AgentReady",
     "CopyProblem",
     "InventoryReport",
-    "OfferedBox",
     "ProblemReport",
     "RankJoin",
     "SharedFolder",
@@ -114,31 +114,6 @@ class CopyProblem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfferedBox:
-    """A box of a tensor that a rank's write plan offers.
-
-    Attributes:
-        key: of the tensor.
-        offsets: first index of the box in each dimension of the whole tensor.
-        sizes: shape of the box.
-        shape: shape of the whole tensor.
-        dtype: torch dtype name ("float32").
-    """
-
-    key: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def chunk(self) -> Chunk:
-        """As it is stored."""
-        itemsize = dtype_from_name(self.dtype).itemsize
-        return Chunk(self.key, self.offsets, self.sizes, self.dtype, itemsize, self.shape)
-
-
-@dataclass(frozen=True, kw_only=True)
 class WritePlanHead:
     """The first message of a rank to rank 0 at each save of a write plan.
 
@@ -155,9 +130,50 @@ class WritePlanHead:
 
 @dataclass(frozen=True, kw_only=True)
 class WritePlanBoxes:
-    """All boxes that a rank's write plan offers."""
+    """All boxes that a rank's write plan offers, as columns: an object for each would cost rank 0 ten times as much.
 
-    boxes: tuple[OfferedBox, ...]
+    Attributes:
+        keys, dtypes: of the tensor of each box; torch dtype names ("float32").
+        dimensions: of each box.
+        offsets, sizes, shapes: of all boxes, one after the other; as in :class:`~resiliency.storage.shard_file.Chunk`.
+    """
+
+    keys: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    dimensions: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shapes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, boxes: Sequence[Chunk]) -> WritePlanBoxes:
+        return cls(
+            keys=tuple(box.key for box in boxes),
+            dtypes=tuple(box.dtype for box in boxes),
+            dimensions=tuple(len(box.shape) for box in boxes),
+            offsets=tuple(chain.from_iterable(box.offsets for box in boxes)),
+            sizes=tuple(chain.from_iterable(box.sizes for box in boxes)),
+            shapes=tuple(chain.from_iterable(box.shape for box in boxes)),
+        )
+
+    def boxes(self) -> list[Chunk]:
+        """The inverse of :meth:`of`.
+
+        Raises:
+            ConfigError: this torch does not know a dtype.
+        """
+        itemsizes = {name: dtype_from_name(name).itemsize for name in set(self.dtypes)}
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        one = known.setdefault  # equal tuples become one object, for memory and garbage collection
+        found, at = [], 0
+        for key, dtype, dimensions in zip(self.keys, self.dtypes, self.dimensions, strict=True):
+            end = at + dimensions
+            offsets, sizes, shape = self.offsets[at:end], self.sizes[at:end], self.shapes[at:end]
+            found.append(
+                Chunk(key, one(offsets, offsets), one(sizes, sizes), dtype, itemsizes[dtype], one(shape, shape))
+            )
+            at = end
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.plan import PlannedLeaf, ShardedPlan
-from resiliency.checkpoint.rank_messages import OfferedBox
 from resiliency.checkpoint.shard_writer import FilePlan, OwnState, ShardPlan, StateFile
 from resiliency.checkpoint.stock_view import BoxFile, StockFolder, StockView, view_of_tree
 from resiliency.checkpoint.write_agreement import Agreed, LeftOut, WriteAgreement
@@ -414,12 +413,13 @@ class ShardPlanner:
         agree: Agree,
     ) -> ShardPlan:
         boxes = tuple(
-            OfferedBox(
+            Chunk(
                 key=chunk.key,
                 offsets=chunk.offsets,
                 sizes=chunk.box.sizes,
-                shape=chunk.shape or (),
                 dtype=dtype_name(chunk.tensor.dtype),
+                itemsize=chunk.tensor.dtype.itemsize,
+                shape=chunk.shape or (),
             )
             for chunk in given.chunks
         )
@@ -443,7 +443,7 @@ class ShardPlanner:
         given = given.complete(functools.partial(_collect, agree))
         written = [given.chunks[number] for number in agreed.mine]
         sources = [chunk.tensor.detach() for chunk in written]
-        chunks = tuple(boxes[number].chunk for number in agreed.mine)
+        chunks = tuple(boxes[number] for number in agreed.mine)
         cached = self._cached_given
         if cached is None or (cached.of_all, cached.chunks) != (agreed.digest, chunks):
             cached = self._cached_given = self._lay_out_file(chunks, agreed.digest, lambda: agreed.of_ranks)
@@ -459,7 +459,7 @@ class ShardPlanner:
 
     def _agree(
         self,
-        boxes: tuple[OfferedBox, ...],
+        boxes: tuple[Chunk, ...],
         objects: Collection[str],
         agree: Agree,
         *,

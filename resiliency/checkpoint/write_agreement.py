@@ -9,7 +9,6 @@ from datetime import timedelta
 from resiliency.checkpoint.coordinator import Coordinator
 from resiliency.checkpoint.offered_boxes import share_out
 from resiliency.checkpoint.rank_messages import (
-    OfferedBox,
     WritePlanAnswer,
     WritePlanBoxes,
     WritePlanHead,
@@ -37,7 +36,7 @@ class Agreed:
         of_ranks: the boxes that each rank writes, by rank; known to rank 0 only.
     """
 
-    boxes: tuple[OfferedBox, ...]
+    boxes: tuple[Chunk, ...]
     mine: tuple[int, ...]
     digest: str
     keys: tuple[str, ...] = ()
@@ -56,7 +55,7 @@ class WriteAgreement:
 
     def agree(
         self,
-        boxes: tuple[OfferedBox, ...],
+        boxes: tuple[Chunk, ...],
         *,
         objects: Collection[str],
         coordinator: Coordinator,
@@ -99,14 +98,15 @@ class WriteAgreement:
         of_ranks: list[tuple[Chunk, ...]] = []
 
         def share(offers: Sequence[WritePlanBoxes]) -> Sequence[WritePlanAnswer]:
-            decided = share_out([offer.boxes for offer in offers])
+            offered = [offer.boxes() for offer in offers]
+            decided = share_out(offered)
             _refuse_names(objects, decided.keys)
             keys.extend(decided.keys)
-            for offer, mine in zip(offers, decided.shares, strict=True):
-                of_ranks.append(tuple(offer.boxes[number].chunk for number in mine))
+            for boxes_of_rank, mine in zip(offered, decided.shares, strict=True):
+                of_ranks.append(tuple(boxes_of_rank[number] for number in mine))
             return [WritePlanAnswer(digest=decided.digest, mine=mine) for mine in decided.shares]
 
-        answer = ask_first(coordinator, f"{topic}/boxes", WritePlanBoxes(boxes=boxes), share, timeout=timeout)
+        answer = ask_first(coordinator, f"{topic}/boxes", WritePlanBoxes.of(boxes), share, timeout=timeout)
         _raise_problem(answer)
         self._agreed = Agreed(boxes, answer.mine, answer.digest, tuple(keys), tuple(of_ranks))
         return self._agreed

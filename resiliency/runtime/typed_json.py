@@ -111,6 +111,8 @@ def _checked(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, list):
             raise ValueError(f"{where} must be a list, not {type(value).__name__}")
         inner = typing.get_args(hint)[0]
+        if inner in _PLAIN and all(type(item) is inner for item in value):  # columns may be long
+            return tuple(value)
         return tuple(_checked(inner, item, where) for item in value)
     if origin is Mapping or hint is Mapping or origin is dict:
         if not isinstance(value, dict):

@@ -7,15 +7,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from resiliency.checkpoint.offered_boxes import share_out
-from resiliency.checkpoint.rank_messages import OfferedBox
 from resiliency.errors import ConfigError
+from resiliency.storage.shard_file import Chunk
 
 SETTINGS = settings(deadline=None, database=None, max_examples=60, suppress_health_check=list(HealthCheck))
 
 
-def box(key: str, first: int, end: int, rows: int = 10, *, columns: tuple[int, int] = (0, 4)) -> OfferedBox:
+def box(key: str, first: int, end: int, rows: int = 10, *, columns: tuple[int, int] = (0, 4)) -> Chunk:
     sizes = (end - first, columns[1] - columns[0])
-    return OfferedBox(key=key, offsets=(first, columns[0]), sizes=sizes, shape=(rows, 4), dtype="float32")
+    return Chunk(key, (first, columns[0]), sizes, "float32", 4, (rows, 4))
 
 
 @SETTINGS
@@ -51,14 +51,12 @@ def test_ranks_that_offer_the_same_share_it_by_bytes() -> None:
     ],
     ids=["hole", "overlap", "short", "overlap as large as the hole", "columns", "only an empty box"],
 )
-def test_boxes_that_do_not_make_a_whole_are_refused(offers: list[list[OfferedBox]]) -> None:
+def test_boxes_that_do_not_make_a_whole_are_refused(offers: list[list[Chunk]]) -> None:
     with pytest.raises(ConfigError, match="'w' do not make a whole tensor"):
         share_out(offers)
 
 
-@pytest.mark.parametrize(
-    "other", [box("w", 5, 11, 11), OfferedBox(key="w", offsets=(5, 0), sizes=(5, 4), shape=(10, 4), dtype="int32")]
-)
-def test_ranks_that_disagree_are_refused(other: OfferedBox) -> None:
+@pytest.mark.parametrize("other", [box("w", 5, 11, 11), Chunk("w", (5, 0), (5, 4), "int32", 4, (10, 4))])
+def test_ranks_that_disagree_are_refused(other: Chunk) -> None:
     with pytest.raises(ConfigError, match="rank 1 has tensor 'w'.*per_rank"):
         share_out([[box("w", 0, 5)], [other]])
