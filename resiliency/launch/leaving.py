@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import multiprocessing
@@ -180,6 +181,7 @@ def leave_attempt(error: BaseException, *, children: Set[int], handlers: Mapping
     gc.collect()  # trainers, loops and loaders form cycles; a connection to a peer closes with its last reference
     _destroy_groups()
     _drop(groups)
+    _forget_meshes()
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -237,6 +239,24 @@ def _drop(groups: list[Any]) -> None:
     thread = threading.Thread(target=groups.clear, name="resiliency-drop-groups", daemon=True)
     thread.start()
     thread.join(_DROP_TIMEOUT_S)
+
+
+def _forget_meshes() -> None:
+    """Empties what torch remembers of operations on DTensors.
+
+    The results that it remembers are on the device mesh of this attempt. That of the next one is equal to it when the
+    number of ranks is, but this process may be another of its ranks then: ``detach()`` of a parameter would say that it
+    is the part of the rank that this process was before, and a restore would fill it with that rank's values.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    for one in gc.get_objects():  # some of them are attributes of thread-local objects
+        if issubclass(type(one), functools._lru_cache_wrapper):
+            if str(getattr(one, "__module__", "")).startswith("torch.distributed.tensor"):
+                one.cache_clear()
+    clear = getattr(sys.modules["torch._C"], "_clear_DTensor_sharding_propagator_cache", None)
+    if clear is not None:  # torch 2.6 has no second cache
+        clear()
 
 
 def _destroy_groups() -> None:

@@ -90,12 +90,16 @@ def check_records(folder: Path, reference: Reference, ranks: int, last: int) -> 
 
 
 class Cluster:
-    """Everything that it has started is killed by :meth:`close`. Hosts are h-0, h-1, ..., with one rank each."""
+    """Everything that it has started is killed by :meth:`close`. Hosts are h-0, h-1, ..., with one rank each.
 
-    def __init__(self, folder: Path, zygote: Zygote, *flags: Any) -> None:
+    Args:
+        job: the script, which writes ``starts`` and ``steps`` as :mod:`tests.e2e.cluster_job` does.
+    """
+
+    def __init__(self, folder: Path, zygote: Zygote, *flags: Any, job: Path = JOB) -> None:
         self.folder, self._back = folder, 0
         self._talking: list[socket.socket] = []
-        words = ["--state-dir", folder / "state", *flags, "--nproc-per-node", 1, JOB, folder]
+        words = ["--state-dir", folder / "state", *flags, "--nproc-per-node", 1, job, folder]
         self.job = Job("ours", words, folder / "output", zygote, cwd=folder, env={"RESILIENCY_NODE": "h"})
 
     # -- what is true -------------------------------------------------------------------------------------------------
