@@ -262,7 +262,10 @@ def test_another_optimizer_gets_its_state_by_name_or_says_what_it_has_no_place_f
         assert state(backwards["started"]) == state(two[rank][1]["ended"])
         assert state(backwards["ended"]) == state(two[rank][0]["ended"])
         assert frozen["error"] == "" and len(frozen["losses"]) == 3
-        assert "'optimizer_0/state/first.bias/" in other["error"] and "the optimizer of this job has not made" in other["error"]
+        assert (
+            "'optimizer_0/state/first.bias/" in other["error"]
+            and "the optimizer of this job has not made" in other["error"]
+        )
         assert without["error"] == again["error"] == "" and again["started"]["step"] == 4
         assert again["started"]["weights"] == without["ended"]["weights"]
         assert again["started"]["moments"] == two[rank][0]["started"]["moments"], "it begins anew"
