@@ -14,13 +14,15 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -37,6 +39,12 @@ class Stack(pl.LightningModule):
         count = max(1, round(mebibytes * 2**20 / (3 * 4 * width * (width + 1))))
         self.layers = torch.nn.ModuleList([torch.nn.Linear(width, width) for _ in range(count)])
         self.state_bytes = sum(parameter.nbytes for parameter in self.parameters()) * 3
+
+    def configure_model(self) -> None:
+        if self.device_mesh is None or isinstance(self.layers[0], FSDPModule):
+            return  # DDP, or called once more
+        for layer in self.layers:
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         x = batch[0]
@@ -64,7 +72,9 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
     """Trains with the contender of the spec; returns the seconds of every step. Collective: yes."""
     torch.set_num_threads(spec["threads"])
     torch.manual_seed(1)
-    model = Stack(mebibytes=spec["mebibytes"], width=spec["width"])
+    sharded = spec["strategy"] == "fsdp2"
+    # of a sharded state each rank has its part
+    model = Stack(mebibytes=spec["mebibytes"] * (spec["ranks"] if sharded else 1), width=spec["width"])
     every = 2 * spec["segment"]
     parts = getattr(importlib.import_module(spec["module"]), spec["attribute"])(Path(spec["folder"]), every)
     # the first save, the measured ones, and one at the very last step that only proves that saving still works
@@ -74,7 +84,9 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=spec["ranks"],
-        strategy=DDPStrategy(process_group_backend="gloo"),
+        strategy=ModelParallelStrategy(spec["ranks"], 1, process_group_backend="gloo")
+        if sharded
+        else DDPStrategy(process_group_backend="gloo"),
         max_steps=steps,
         max_epochs=-1,
         callbacks=[clock, *parts.callbacks],
@@ -94,7 +106,12 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
         raise AssertionError(
             f"no file of step {steps} was found at the end; saved: {sorted({p.parent.name for p in found})[:5]}"
         )
+    restore_s: list[float] = []
+    if sharded and parts.restore is not None:
+        state = {"model": model.state_dict(), "optimizer": trainer.optimizers[0].state_dict()["state"]}
+        restore_s = _restores(parts.restore(Path(spec["folder"], "restored"), state))
     return {
+        "restore_s": restore_s,
         "disk_bytes": sum(path.stat().st_size for path in found),
         "logged": len(events),
         "missed": events.count("checkpoint_skipped") + events.count("checkpoint_failed"),
@@ -102,6 +119,18 @@ def train(spec: dict[str, Any]) -> dict[str, Any]:
         "every": every,
         "step_s": [after - before for before, after in zip(starts, starts[1:], strict=False)],
     }
+
+
+def _restores(load: Callable[[], Any], times: int = 3) -> list[float]:
+    """Seconds until all ranks have loaded. Collective: yes."""
+    found = []
+    for _ in range(times):
+        dist.barrier()
+        start = time.perf_counter()
+        load()
+        dist.barrier()
+        found.append(time.perf_counter() - start)
+    return found
 
 
 def _events(files: list[Path]) -> list[str]:

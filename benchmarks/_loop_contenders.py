@@ -24,6 +24,7 @@ __all__ = [
     "lightning_async",
     "none",
     "ours",
+    "ours_eager",
     "stock",
     "torch_checkpointing_async",
 ]
@@ -32,14 +33,20 @@ _PATIENCE_S = 300.0
 
 #: Starts a save: path and state; returns the wait for its end.
 Save = Callable[[Path, dict[str, Any]], Callable[[], Any]]
+Restore = Callable[[Path, dict[str, Any]], Callable[[], Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Arguments for the Trainer."""
+    """Arguments for the Trainer.
+
+    Attributes:
+        restore: saves a state in an empty folder; returns what loads it into the same tensors. On every rank.
+    """
 
     callbacks: list[pl.Callback] = field(default_factory=list)
     plugins: list[Any] = field(default_factory=list)
+    restore: Restore | None = None
 
 
 def none(folder: Path, every: int) -> Parts:
@@ -72,7 +79,7 @@ def dcp_thread(folder: Path, every: int) -> Parts:
         future = dcp.async_save(state, checkpoint_id=path, process_group=group.value)
         return lambda: future.result(timeout=_PATIENCE_S)  # type: ignore[union-attr]
 
-    return Parts(callbacks=[group, _Periodic(folder, every, save)])
+    return Parts(callbacks=[group, _Periodic(folder, every, save)], restore=_dcp_restore)
 
 
 def dcp_process(folder: Path, every: int) -> Parts:
@@ -95,7 +102,7 @@ def dcp_process(folder: Path, every: int) -> Parts:
         future = getattr(response, "upload_completion", response)
         return lambda: future.result(timeout=_PATIENCE_S)
 
-    return Parts(callbacks=[group, _Periodic(folder, every, save)])
+    return Parts(callbacks=[group, _Periodic(folder, every, save)], restore=_dcp_restore)
 
 
 def torch_checkpointing_async(folder: Path, every: int) -> Parts:
@@ -125,7 +132,36 @@ def ours(folder: Path, every: int) -> Parts:
     """This library's callback with the arguments of the stock one."""
     from resiliency import ModelCheckpoint
 
-    return Parts(callbacks=[ModelCheckpoint(dirpath=folder, every_n_train_steps=every, save_top_k=1)])
+    callback = ModelCheckpoint(dirpath=folder, every_n_train_steps=every, save_top_k=1)
+    return Parts(callbacks=[callback], restore=_our_restore)
+
+
+def ours_eager(folder: Path, every: int) -> Parts:
+    """The same, but no tensor is large enough to be copied late."""
+    from resiliency import CheckpointerOptions, ModelCheckpoint
+
+    options = CheckpointerOptions(lazy_bytes=1 << 60)
+    return Parts(
+        callbacks=[ModelCheckpoint(dirpath=folder, every_n_train_steps=every, save_top_k=1, options=options)],
+        restore=_our_restore,
+    )
+
+
+def _dcp_restore(folder: Path, state: dict[str, Any]) -> Callable[[], Any]:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(state, checkpoint_id=folder)
+    return lambda: dcp.load(state, checkpoint_id=folder)
+
+
+def _our_restore(folder: Path, state: dict[str, Any]) -> Callable[[], Any]:
+    from resiliency import Checkpointer
+
+    with Checkpointer(str(folder)) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.flush()
+    reader = Checkpointer(str(folder))
+    return lambda: reader.load(into=state)
 
 
 class _Group(pl.Callback):

@@ -50,6 +50,7 @@ _LOOP: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("of it in the\nstep that saves", "at_save_s", _seconds),
     ("mean lost", "lost_mean_s", _seconds),
     ("saves", "saves", str),
+    ("restore", "restore_s", _seconds),
 )
 
 

@@ -93,6 +93,7 @@ def summarize_loop(rounds: Sequence[Result], *, segment: int) -> dict[str, Any]:
         "lost_high_s": high,
         "at_save_s": _median(at_save),
         "saves": len(later),
+        "restore_s": _median(second for one in good for second in one.get("restore_s", ())),
     }
 
 

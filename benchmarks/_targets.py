@@ -91,7 +91,18 @@ def loop_targets(rows: Mapping[str, Row], roles: Mapping[str, str], *, where: st
             # a negative loss is noise and counts as 0
             measured = max(lost, 0.0) / rows[best]["lost_s"]
             figures = f"{_seconds(lost)} / {_seconds(rows[best]['lost_s'])} ({best})"
-        yield Target(where=where, text=text, limit=0.5, measured=measured, figures=figures)
+        yield Target(where=f"{where}, {name}", text=text, limit=0.5, measured=measured, figures=figures)
+        restores = [one["restore_s"] for peer, one in rows.items() if roles[peer] == "peer" and one.get("restore_s")]
+        if restores and row.get("restore_s"):
+            best_s, own_s = min(restores), row["restore_s"]
+            yield Target(
+                where=f"{where}, {name}",
+                text="restore: dcp.load / ours",
+                limit=2.0,
+                measured=best_s / own_s,
+                at_most=False,
+                figures=f"{_seconds(best_s)} / {_seconds(own_s)}",
+            )
 
 
 def best_peer(rows: Mapping[str, Row], roles: Mapping[str, str]) -> str | None:

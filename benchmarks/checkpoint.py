@@ -208,6 +208,7 @@ class Benchmark:
         threads = max(1, cores() // settings.ranks)
         spec = {
             **_found_at(entry),
+            "strategy": entry.strategy,
             "mebibytes": mebibytes,
             "width": _width(mebibytes),
             "batch": settings.batch,
@@ -267,13 +268,15 @@ class Benchmark:
 
     def targets(self) -> list[Target]:
         """Every target for which there are rows."""
-        roles = {entry.name: entry.role for entry in LOOP}
         targets: list[Target] = []
         for part, size, rows in self._rows():
             if part == "isolated":
                 targets += isolated_targets(rows, where=str(size))
             else:
-                targets += loop_targets(rows, roles, where=f"loop, {size} MiB a rank")
+                for strategy in dict.fromkeys(entry.strategy for entry in LOOP):
+                    roles = {entry.name: entry.role for entry in LOOP if entry.strategy == strategy}
+                    of_strategy = {name: row for name, row in rows.items() if name in roles}
+                    targets += loop_targets(of_strategy, roles, where=f"{strategy}, {size} MiB a rank")
         return targets
 
     def print(self) -> None:
@@ -290,7 +293,9 @@ class Benchmark:
                 out.print(isolated_table(f"In isolation: {size}; seconds, medians of warm saves", entries, rows))
             else:
                 every = 2 * settings.segment
-                loop = f"DDP, {settings.ranks} gloo ranks, state of {size} MiB a rank, a save every {every} steps"
+                loop = (
+                    f"{settings.ranks} gloo ranks, DDP or FSDP2, {size} MiB of state a rank, a save every {every} steps"
+                )
                 out.print(loop_table(f"Training loop: {loop}; seconds", entries, rows))
             missing.update(dict.fromkeys(reasons(entries, rows)))
         for line in missing:

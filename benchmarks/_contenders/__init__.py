@@ -17,6 +17,7 @@ class Entry:
         module: module below ``benchmarks`` that holds it.
         attribute: class or function in it.
         role: "floor", "peer", "bound", "ours" or "control".
+        strategy: of the training loop, "ddp" or "fsdp2".
     """
 
     name: str
@@ -24,6 +25,7 @@ class Entry:
     module: str
     attribute: str
     role: str = "peer"
+    strategy: str = "ddp"
 
 
 FLOOR_COPY = "floor-copy"
@@ -96,4 +98,16 @@ LOOP: tuple[Entry, ...] = (
         name="tc-async", label="torch-checkpointing, async staging", module=_L, attribute="torch_checkpointing_async"
     ),
     Entry(name="ours", label="resiliency ModelCheckpoint", module=_L, attribute="ours", role="ours"),
+    *(
+        Entry(
+            name=f"fsdp2-{name}", label=f"FSDP2: {label}", module=_L, attribute=attribute, role=role, strategy="fsdp2"
+        )
+        for name, label, attribute, role in (
+            ("none", "no saves", "none", "control"),
+            ("dcp-thread", "DCP async thread", "dcp_thread", "peer"),
+            ("dcp-process", "DCP async process, shared stager", "dcp_process", "peer"),
+            ("ours-lazy", "resiliency ModelCheckpoint, lazy", "ours", "ours"),
+            ("ours-eager", "the same, eager", "ours_eager", "ours"),
+        )
+    ),
 )

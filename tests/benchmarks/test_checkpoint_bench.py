@@ -81,15 +81,17 @@ def test_table_and_json_are_complete(only: list[str], tmp_path: Path, capsys: py
 
 
 @pytest.mark.nightly
-def test_loop_runs_under_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["ours", "fsdp2-ours-lazy"])
+def test_loop_runs_under_torchrun(name: str, tmp_path: Path) -> None:
     spec = {"mebibytes": 1, "width": 64, "batch": 2, "segment": 2, "saves": 1, "ranks": 2, "threads": 1}
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "benchmarks._loop"]
-    entry = next(entry for entry in LOOP if entry.name == "ours")
-    given = {**spec, "module": entry.module, "attribute": entry.attribute}
+    entry = next(entry for entry in LOOP if entry.name == name)
+    given = {**spec, "module": entry.module, "attribute": entry.attribute, "strategy": entry.strategy}
     result = run_contender(launcher, given, folder=tmp_path, deadline=timedelta(seconds=150))
     row = summarize_loop([result], segment=2)
     assert row["status"] == "ok", row
     assert row["saves"] == 1 and row["step_s"] > 0 and row["lost_s"] is not None
+    assert (row["restore_s"] is not None) == (entry.strategy == "fsdp2")
     assert result["disk_bytes"] >= result["state_bytes"], "the loop did not leave a whole checkpoint"
     assert result["missed"] == 0 and result["logged"] > 0, "the event log was not found, or a save was skipped"
 
