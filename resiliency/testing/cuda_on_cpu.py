@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+__all__ = ["install", "install_fused_adam"]
+
 CPU = torch.device("cpu")
 
 
