@@ -374,6 +374,8 @@ def check_folder(path: str | os.PathLike[str]) -> bool:
             StorageReader(path).check(part=rank, parts=world_size)
     except CorruptShard as error:
         found = error
+    except (OSError, ResiliencyError) as error:  # the other ranks must not wait for this one
+        found = CorruptShard(f"{os.fspath(path)} cannot be checked: {error}", path=os.fspath(path))
     if world_size > 1:
         everywhere: list[tuple[str, str] | None] = [None] * world_size
         torch.distributed.all_gather_object(everywhere, found and (str(found), found.path))

@@ -10,8 +10,8 @@ Megatron's own planner says what each rank writes: main replicas, prepended axes
 work. The engine writes it, and the folder is one that stock megatron-core reads: ``.metadata``, a ``.distcp`` file for
 each rank, ``common.pt`` and ``metadata.json``. All of them appear when the step is committed.
 
-Needs megatron-core (0.13 to 0.16 were run). Importing this module imports it, and raises ConfigError where
-that does not work.
+Needs megatron-core 0.13 or newer (0.15.3, 0.16.1 and 0.19.2 were run). Importing this module imports it, and raises
+ConfigError where that does not work.
 """
 
 from __future__ import annotations
@@ -109,7 +109,10 @@ class MegatronSaveStrategy(megatron.TorchDistSaveShardedStrategy):
             ConfigError: the state cannot be stored.
             ResiliencyError, Timeout: the step is not committed.
         """
-        _Commit(self, self._start(sharded_state_dict, checkpoint_dir, lazy=False), self._timeout)()
+        ticket = self._start(sharded_state_dict, checkpoint_dir, lazy=False)
+        if ticket is None and self._engine is not None and self._engine.flush(Stage.COMMITTED, timeout=self._timeout):
+            ticket = self._start(sharded_state_dict, checkpoint_dir, lazy=False)
+        _Commit(self, ticket, self._timeout)()
 
     def async_save(
         self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *_: Any, **__: Any
@@ -120,7 +123,8 @@ class MegatronSaveStrategy(megatron.TorchDistSaveShardedStrategy):
 
     # -- the engine ---------------------------------------------------------------------------------------------------
 
-    def _start(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, lazy: bool) -> Ticket:
+    def _start(self, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str], *, lazy: bool) -> Ticket | None:
+        """None: the engine skips this save, because the one before it is not recorded, or its agent keeps dying."""
         self.calls += 1
         if "://" in os.fspath(checkpoint_dir):
             raise ConfigError(f"{checkpoint_dir} is an address; save in a folder, and pass remotes= for the bucket")
@@ -136,11 +140,8 @@ class MegatronSaveStrategy(megatron.TorchDistSaveShardedStrategy):
         plan = self._planned(sharded_state_dict)
         beside = _files_of_rank_0(folder, self.backend, self.version) if torch.distributed.get_rank() == 0 else {}
         ticket = engine.save(step, plan, names=[name], beside=beside, lazy=lazy)
-        if ticket is None and engine.flush(Stage.COMMITTED, timeout=self._timeout):
-            ticket = engine.save(step, plan, names=[name], beside=beside, lazy=lazy)
-        if ticket is None:
-            raise ResiliencyError(f"{folder} is not saved: the save before it was not committed within {self._timeout}")
-        self._names[name] = ticket
+        if ticket is not None:
+            self._names[name] = ticket
         return ticket
 
     def _planned(self, sharded_state_dict: Any) -> WritePlan:
@@ -184,9 +185,8 @@ class MegatronSaveStrategy(megatron.TorchDistSaveShardedStrategy):
         return self._engine
 
     def _step_of(self, name: str, engine: Checkpointer) -> int:
-        step, self.step = self.step, None
-        if step is not None:
-            return step
+        if self.step is not None:
+            return self.step
         numbers = _ITERATION.findall(name)
         return int(numbers[-1]) if numbers else max((known.step for known, _ in engine.steps()), default=-1) + 1
 
@@ -220,21 +220,20 @@ class _Commit:
     """The first function of an asynchronous request: waits for the commit, and until this host's part of it would
     survive a power loss, because what follows may delete older checkpoints."""
 
-    def __init__(self, strategy: MegatronSaveStrategy, ticket: Ticket, timeout: timedelta) -> None:
+    def __init__(self, strategy: MegatronSaveStrategy, ticket: Ticket | None, timeout: timedelta) -> None:
         self._strategy, self._ticket, self._timeout = strategy, ticket, timeout
-        self._stage = Stage.DURABLE if LOCAL in ticket.can_be_durable else Stage.COMMITTED
-
-    @property
-    def step(self) -> int:
-        return self._ticket.step
+        can_be_durable = ticket is not None and LOCAL in ticket.can_be_durable
+        self._stage = Stage.DURABLE if can_be_durable else Stage.COMMITTED
 
     def is_done(self) -> bool:
         """True also when the save has failed. Blocks: no."""
         self._strategy.poll()
         ticket, stage = self._ticket, self._stage
-        return ticket.has_reached(stage, tier=LOCAL) or ticket.is_hopeless(stage, tier=LOCAL)
+        return ticket is None or ticket.has_reached(stage, tier=LOCAL) or ticket.is_hopeless(stage, tier=LOCAL)
 
     def __call__(self) -> None:
+        if self._ticket is None:
+            raise ResiliencyError("a checkpoint was skipped, because the save before it was not recorded in time")
         self._ticket.wait(self._stage, tier=LOCAL, timeout=self._timeout)
 
 
@@ -286,7 +285,7 @@ class CommitQueue:
             if not _all_ranks(not problem, alone=no_dist):
                 logger.warning(
                     "%s; training goes on, and the checkpoints before it are kept",
-                    problem or f"the checkpoint of step {commit.step} failed on another rank",
+                    problem or "a checkpoint failed on another rank",
                 )
                 continue
             for function in functions:

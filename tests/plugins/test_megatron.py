@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from resiliency.testing.zygote import Zygote
-from tests.ports import free_port
+from tests.plugins.ranks import Answers, run_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed here")
 pytestmark = pytest.mark.long
 
-DEADLINE_S = 150.0
-Answers = list[list[dict[str, Any]]]
 
-
-def run(zygote: Zygote, folder: Path, acts: list[dict[str, Any]], *, ranks: int = 2) -> Answers:
+def run(
+    zygote: Zygote, folder: Path, acts: list[dict[str, Any]], *, ranks: int = 2, env: Mapping[str, str] | None = None
+) -> Answers:
     """The answers of each rank, one for each act."""
-    port, result = str(free_port()), folder / f"result-{time.monotonic_ns()}"
-    placed = {"LOCAL_WORLD_SIZE": str(ranks), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    launched = {"TORCHELASTIC_RUN_ID": "megatron", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0"}
-    workers = [
-        zygote.start(
-            "tests.plugins.megatron_job:run_acts",
-            {"acts": acts, "result": str(result)},
-            env={**launched, **placed, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(ranks)
-    ]
-    deadline = time.monotonic() + DEADLINE_S
-    try:
-        for worker in workers:
-            worker.wait(timeout_s=max(0.1, deadline - time.monotonic()))
-    finally:
-        for worker in workers:
-            worker.kill()
-    return [json.loads(Path(f"{result}.{rank}").read_text()) for rank in range(ranks)]
+    return run_ranks(zygote, "tests.plugins.megatron_job:run_acts", {"acts": acts}, folder, ranks=ranks, env=env)
 
 
 def flip(path: Path, *, at: int) -> None:
@@ -160,3 +140,13 @@ def test_a_state_that_does_not_fit_together_is_refused_on_all_ranks_and_the_next
         assert "odd" in odd["error"] and odd["error"].startswith("ConfigError")
         assert not saved["error"]
         check_loaded(loaded)
+
+
+def test_a_save_that_fails_is_not_finished_and_the_next_one_is(zygote: Zygote, folder: Path) -> None:
+    at = {"folder": str(folder / "failed"), "queue": "ours"}
+    acts: list[dict[str, Any]] = [{"do": "save", **at, "step": step} for step in (1, 2, 3)]
+    answers = run(zygote, folder, acts, env={"RESILIENCY_FAULTS": "agent.record.write:error@3"})  # two for each save
+    check(answers)
+    for rank in answers:
+        assert [len(answer["finalized"]) for answer in rank] == [1, 0, 1], "what the second would replace is kept"
+    assert not (folder / "failed" / "iter_0000002" / "metadata.json").exists()

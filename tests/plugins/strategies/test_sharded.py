@@ -5,9 +5,7 @@ Each run of several ranks goes through several fits, because the ranks' start ta
 
 from __future__ import annotations
 
-import json
 import shutil
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,13 +18,10 @@ from resiliency.inspection.by_path import locate, locate_and_load
 from resiliency.inspection.export import export
 from resiliency.plugins.checkpoint_io import TieredCheckpointIO
 from resiliency.testing.zygote import Zygote
+from tests.plugins.ranks import Answers, run_ranks
 from tests.plugins.strategies.sharded_job import Net
-from tests.ports import free_port
 
 pytestmark = pytest.mark.long
-
-DEADLINE_S = 150.0
-Answers = list[list[dict[str, Any]]]
 
 
 def run(
@@ -40,35 +35,12 @@ def run(
 ) -> Answers:
     """The answers of each rank, one for each fit that it ended. ``hosts``: each rank has a host, and a ``local_dir`` below
     this folder, of its own."""
-    port, result = str(free_port()), folder / f"result-{time.monotonic_ns()}"
-    launched = {"TORCHELASTIC_RUN_ID": "sharded", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0"}
-    placed = {"LOCAL_WORLD_SIZE": str(ranks), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     of_host = [
         {} if hosts is None else {"RESILIENCY_NODE": f"host{rank}", "RESILIENCY_LOCAL_DIR": f"{hosts}/host{rank}"}
         for rank in range(ranks)
     ]
-    workers = [
-        zygote.start(
-            "tests.plugins.strategies.sharded_job:run_fits",
-            {"fits": fits, "result": str(result)},
-            env={
-                **launched,
-                **placed,
-                **of_host[rank],
-                **{"NODE_RANK": "0", "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})},
-            },
-        )
-        for rank in range(ranks)
-    ]
-    deadline = time.monotonic() + DEADLINE_S
-    try:
-        for worker in workers:
-            worker.wait(timeout_s=max(0.1, deadline - time.monotonic()))
-    finally:
-        for worker in workers:
-            worker.kill()
-    results = [Path(f"{result}.{rank}") for rank in range(ranks)]
-    return [json.loads(path.read_text()) if path.exists() else [] for path in results]
+    target = "tests.plugins.strategies.sharded_job:run_fits"
+    return run_ranks(zygote, target, {"fits": fits}, folder, ranks=ranks, env=env, of_rank=of_host)
 
 
 def check(answers: Answers, fits: int) -> None:
