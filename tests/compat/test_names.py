@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import subprocess
 import sys
 
 import pytest
@@ -59,7 +60,16 @@ def test_names_are_there(module: str) -> None:
     if module in CLASSES:
         for namespace in ("lightning.pytorch", "pytorch_lightning"):
             assert loaded.build(namespace).namespace == namespace
-    assert not [name for name in ("nemo", "megatron") if name in sys.modules]
+
+
+def test_no_name_loads_nemo_or_megatron() -> None:
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "print([name for name in ('nemo', 'megatron') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, *CLASSES, *FUNCTIONS]
+    assert subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout == "[]\n"
 
 
 @pytest.mark.parametrize(("module", "name"), SIGNATURES)
