@@ -18,6 +18,7 @@ from resiliency.runtime.messages.monitor import StepKind
 from resiliency.runtime.messages.observations import DeviceClass, Observation, ObservationKind
 from resiliency.runtime.messages.places import Place
 from resiliency.supervisor.adoption import RunningGeneration
+from resiliency.supervisor.jobs import Jobs
 from resiliency.supervisor.model import (
     LAST_RESORTS,
     HostState,
@@ -31,7 +32,7 @@ from resiliency.supervisor.model import (
     WorkloadState,
 )
 from resiliency.supervisor.plans import make_plan, save_step
-from resiliency.supervisor.policy import DefaultPolicy, Policy, Situation, last_resort, problem_of
+from resiliency.supervisor.policy import DefaultPolicy, Policy, Situation, fails_alike, last_resort, problem_of
 from resiliency.supervisor.progress import Progress
 from resiliency.supervisor.records import Changes, Records
 from resiliency.supervisor.running_goodput import GoodputWatch, RunningGoodput
@@ -75,7 +76,7 @@ class Controller:
     Args:
         sensor: the states of the hosts.
         period_s: seconds between two reports of a host.
-        job_of: what the cluster says that a host belongs to; "": to nothing that has a name. None: it has not said yet.
+        jobs: what the cluster says that hosts belong to.
         resorts: returns the last resorts that the cluster was found able to for a workload.
     """
 
@@ -87,14 +88,13 @@ class Controller:
         settings: ControllerSettings = ControllerSettings(),  # noqa: B008 - frozen
         period_s: float = 5.0,
         machine_of: Callable[[str], str] = lambda host: "",
-        job_of: Callable[[str], str | None] = lambda host: "",
-        job_name: Callable[[str], str] = str,
+        jobs: Jobs | None = None,
         resorts: Callable[[Workload], Collection[RemedyKind]] = lambda workload: (),
     ) -> None:
         self._resorts = resorts
         self._sensor = sensor
         self._machine_of = machine_of
-        self._job_of, self._job_name = job_of, job_name
+        self._jobs = jobs or Jobs()
         #: Hosts of another job that were ready for a workload, by both jobs; each pair is logged once.
         self._foreign: set[tuple[str, str]] = set()
         self._policy = policy or DefaultPolicy()
@@ -544,7 +544,21 @@ class Controller:
             return
         if not situation.out and now_s - self._failed_s.get(workload.name, -1e9) < pause_s(len(situation.failed)):
             return  # what kills the ranks may pass: a file system that is away, a preemption notice
+        situation = self._noted_stuck(situation)
         self._carry_out(self._ask(situation), situation, now_s, wall)
+
+    def _noted_stuck(self, situation: Situation) -> Situation:
+        """Notes on the workload whether this generation has failed alike on all hosts, and got no further than those
+        before."""
+        workload, step = situation.workload, self._seen_of(situation.workload).step
+        if step < 0 or workload.generation in workload.stuck[-1:] or not fails_alike(situation):
+            return situation
+        before = workload.stuck if step <= workload.stuck_step else ()
+        workload = replace(
+            workload, stuck=(*before[-_MOST_STUCK:], workload.generation), stuck_step=max(step, workload.stuck_step)
+        )
+        self._set(workload)
+        return replace(situation, workload=workload)
 
     def _ask(self, situation: Situation) -> Remedy:
         name = situation.workload.name
@@ -809,20 +823,19 @@ class Controller:
 
     def _of_one_job(self, workload: Workload, hosts: list[str]) -> list[str]:
         """Those of one job that the user has submitted: another one has other data, and maybe another script."""
-        jobs = {host: job for host in hosts if (job := self._job_of(host)) is not None}
+        jobs = {host: self._jobs.of(host) for host in hosts if not self._jobs.is_unnamed(host)}
         hosts = list(jobs)
         counts = Counter(filter(None, jobs.values()))
         if not counts or counts.keys() == {workload.job}:
             return hosts
         # Not noted yet in the moment after the start.
-        job = workload.job or next(filter(None, map(self._job_of, workload.places)), "")
-        if not job or all(self._job_of(host.name) != job for host in self._sensor.hosts()):
-            # It has no hosts, or they are no more. The first job that is whole, else the one that most has come of.
+        job = workload.job or next(filter(None, map(self._jobs.of, workload.places)), "")
+        if not job or not self._jobs.have_hosts(job):
             others = {
                 each.job for each in self._workloads.values() if each is not workload and not each.state.has_ended
             }
             free = {one: number for one, number in counts.items() if one not in others}
-            job = min(free, key=lambda one: (-min(free[one], workload.spec.hosts), one), default=job)
+            job = self._jobs.first(free, workload.spec.hosts) or job
         for other in counts.keys() - {job}:
             if (job, other) not in self._foreign:
                 self._foreign.add((job, other))
@@ -830,9 +843,9 @@ class Controller:
                     "%d ready hosts belong to job %s, and are not given to workload %s, which is job %s: a supervisor"
                     " runs one job at a time; the other waits for its end, or for a supervisor of its own",
                     counts[other],
-                    self._job_name(other),
+                    self._jobs.name(other),
                     workload.name,
-                    self._job_name(job),
+                    self._jobs.name(job),
                 )
         return [host for host in hosts if jobs[host] in ("", job)]
 
@@ -981,6 +994,8 @@ class Controller:
         self._records.set_workload(replace(workload, goodput=self._goodput.of(workload.name)))
 
 
+#: Generations that failed alike are counted up to this.
+_MOST_STUCK = 31
 _OTHER_HOSTS = (RemedyKind.HOT_SWAP, RemedyKind.SCALE_DOWN)
 #: Observations that, after ranks were placed, mean that they will not make their first step.
 _ENDS_A_GENERATION = (ObservationKind.WORKER_LOST, ObservationKind.WORKER_HUNG, ObservationKind.NO_PROGRESS)

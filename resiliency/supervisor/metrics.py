@@ -68,9 +68,9 @@ class Metrics(Collector):
         for state in HostState:
             hosts.add_metric([str(state)], states[state])
         yield hosts
-        if service.facts:
-            unwanted = sum(bool(facts.unwanted) for facts in service.facts.values())
-            yield _gauge("cluster_hosts", "Hosts that the cluster knows, connected or not", len(service.facts))
+        if service.jobs.facts:
+            unwanted = sum(bool(facts.unwanted) for facts in service.jobs.facts.values())
+            yield _gauge("cluster_hosts", "Hosts that the cluster knows, connected or not", len(service.jobs.facts))
             yield _gauge("cluster_unwanted_hosts", "Those that the cluster wants empty", unwanted)
         yield from self._workloads(service)
         counts = service.counts

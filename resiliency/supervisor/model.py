@@ -346,6 +346,8 @@ class Workload:
         job: what its hosts belong to, as the cluster says; "": it does not say.
         by_hand: it is STOPPED because an operator has stopped it.
         resorts: last resorts that were taken, without ``healthy_s`` of training since.
+        stuck: generations whose ranks failed with the same status on every host, after steps, and none of which got
+            past ``stuck_step``.
     """
 
     spec: WorkloadSpec
@@ -369,6 +371,8 @@ class Workload:
     job: str = ""
     by_hand: bool = False
     resorts: tuple[RemedyKind, ...] = ()
+    stuck: tuple[int, ...] = ()
+    stuck_step: int = -1
 
     @property
     def name(self) -> str:

@@ -28,10 +28,21 @@ from resiliency.supervisor.model import (
     WorkloadState,
 )
 
-__all__ = ["DefaultPolicy", "Policy", "Situation", "last_resort", "load_policy", "places_after", "problem_of"]
+__all__ = [
+    "DefaultPolicy",
+    "Policy",
+    "Situation",
+    "fails_alike",
+    "last_resort",
+    "load_policy",
+    "places_after",
+    "problem_of",
+]
 
 #: How many healthy hosts are replaced one after the other before the job is stopped: then hosts are not the cause.
 _MOST_SWAPS = 3
+#: In how many generations ranks of all hosts must fail alike, without getting further, to find the script guilty.
+_STUCK = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +128,8 @@ class DefaultPolicy:
         if DeviceClass.RESET in classes and not any(_is(plan, RemedyKind.RESET_DEVICES) for plan in situation.tried):
             hosts = {one.host for one in situation.observations if one.device_class is DeviceClass.RESET}
             return Remedy(kind=RemedyKind.RESET_DEVICES, out=tuple(sorted(hosts)), reason="a device asks for a reset")
+        if len(workload.stuck) > spec.max_in_job_restarts + spec.max_workload_restarts and _is_script_error(situation):
+            return self._replace_culprit(situation)  # each time after so long that restarts before did not count
         if spec.max_workload_restarts == 0 and workload.in_job_restarts >= spec.max_in_job_restarts:
             return self._replace_culprit(situation)
         replaced = any(_is(plan, RemedyKind.RESTART_IN_JOB) for plan in situation.failed)
@@ -149,10 +162,11 @@ class DefaultPolicy:
 
     def _replace_culprit(self, situation: Situation) -> Remedy:
         """When restarts do not help, the host that fails most often is replaced, unless it is the script that fails."""
-        if _is_script_error(situation):
-            reason = "the ranks of all hosts fail alike, and none has made a step: it is the script, not a host"
-            return Remedy(kind=RemedyKind.STOP, reason=reason)
         workload, spec, faults = situation.workload, situation.workload.spec, situation.workload.host_faults
+        if _is_script_error(situation):
+            so_far = f"gets past step {workload.stuck_step}" if workload.stuck else "has made a step"
+            reason = f"the ranks of all hosts fail alike, and none {so_far}: it is the script, not a host"
+            return Remedy(kind=RemedyKind.STOP, reason=reason)
         worst = sorted((host for host in workload.places if faults.get(host)), key=lambda host: -faults[host])
         tried = {
             host for plan in situation.tried if plan.remedy.kind is RemedyKind.HOT_SWAP for host in plan.remedy.out
@@ -169,16 +183,24 @@ class DefaultPolicy:
 
 
 def _is_script_error(situation: Situation) -> bool:
-    """Whether ranks of every host have ended with the same status, before any rank of the job has made a step. Of a job
-    on one host that is known when its ranks fail on another one, too."""
+    """Whether ranks of every host have ended with the same status, before any rank of the job has made a step, or again
+    and again without getting further. Of a job on one host that is known when its ranks fail on another one, too."""
     workload = situation.workload
-    if workload.trained or situation.trains or not (len(workload.places) > 1 or workload.swaps):
+    if not (len(workload.places) > 1 or workload.swaps):
         return False
+    if workload.trained or situation.trains:
+        return len(workload.stuck) >= _STUCK and workload.stuck[-1] == workload.generation
+    return fails_alike(situation)
+
+
+def fails_alike(situation: Situation) -> bool:
+    """Whether ranks of every host have ended with the same status in this generation."""
+    workload = situation.workload
     codes: dict[str, set[int]] = {host: set() for host in workload.places}
     for one in situation.observations:
         if one.exit_code is not None and one.host in codes:
             codes[one.host].add(one.exit_code)
-    return bool(set.intersection(*codes.values()))
+    return bool(codes) and bool(set.intersection(*codes.values()))
 
 
 def last_resort(situation: Situation, reason: str) -> Remedy:

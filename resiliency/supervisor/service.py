@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -44,6 +44,7 @@ from resiliency.supervisor.controller import Controller, ControllerSettings
 from resiliency.supervisor.decided import ASKED, Decided
 from resiliency.supervisor.ends import ends_of, ends_text
 from resiliency.supervisor.hang_watch import HangWatch
+from resiliency.supervisor.jobs import Jobs
 from resiliency.supervisor.journal import Journal
 from resiliency.supervisor.lease import Lease
 from resiliency.supervisor.model import HostState, Plan, RemedyKind, Workload, WorkloadSpec, WorkloadState
@@ -110,7 +111,7 @@ class _Heard:
     problem: str = ""
     elsewhere_since_s: float | None = None
     has_reported: bool = False
-    devices: int | None = None
+    devices: tuple[str, int] | None = None
 
 
 @dataclass(kw_only=True)
@@ -171,6 +172,8 @@ class Service:
         self._store, self._lease, self._clock = store, lease, clock
         self._log, self.watch_handled = log, watch_handled
         now_s = clock()
+        self._cluster = cluster or NoCluster()
+        self.jobs = Jobs(self._cluster)
         self.sensor = Sensor(settings.sensor, now_s)
         hook = settings.hook
         self.controller = Controller(
@@ -184,8 +187,7 @@ class Service:
             ),
             period_s=settings.sensor.period_s,
             machine_of=self.machine_of,
-            job_of=lambda host: None if self._is_unnamed(host) else self.job_of(host),
-            job_name=self.job_name,
+            jobs=self.jobs,
             resorts=self._resorts,
         )
         self.decided = Decided()
@@ -195,11 +197,6 @@ class Service:
         self._stragglers = StragglerWatch(
             factor=settings.straggler.straggler_factor, window_s=settings.straggler.straggler_window_s
         )
-        self._cluster = cluster or NoCluster()
-        #: What the cluster says about hosts, also about those that have not connected.
-        self._facts: dict[str, HostFacts] = {}
-        #: What people call each job.
-        self._job_names: dict[str, str] = {}
         #: Hosts that are no more, as the cluster says. They are forgotten when their places are given to others.
         self._gone: set[str] = set()
         #: Since when the machines of hosts that were never heard of are down.
@@ -214,8 +211,8 @@ class Service:
             ended=self._carried_out,
         )
         self._heard: dict[str, _Heard] = {}
-        #: How many hosts have so many devices.
-        self._devices: Counter[int] = Counter()
+        #: How many hosts of a job have so many devices.
+        self._devices: Counter[tuple[str, int]] = Counter()
         self._masters: dict[str, tuple[int, str]] = {}
         self._checks: dict[str, _Check] = {}
         #: Answers of hosts, by plan number and step index.
@@ -334,7 +331,7 @@ class Service:
         if now_s - self._counted_s < _TICK_S / 2:
             return self._has_most
         placed = {host for each in self.decided.workloads.values() if not each.state.has_ended for host in each.places}
-        hosts = placed | self._facts.keys()
+        hosts = placed | self.jobs.facts.keys()
         since_s = now_s - self.settings.sensor.timeout_s
         here = sum(
             heard.link is not None and heard.at_s > since_s
@@ -408,14 +405,14 @@ class Service:
 
     def _has_unheard(self) -> bool:
         """Whether there are hosts on machines that work and that have not connected yet: they may have ranks."""
-        return any(not one.is_down and self.sensor.host(one.host) is None for one in self._facts.values())
+        return any(not one.is_down and self.sensor.host(one.host) is None for one in self.jobs.facts.values())
 
     def _wait_for_submission(self, now_s: float) -> None:
         """Where a cluster starts the hosts, the time to wait for them begins when one of the job has a machine. Before
         that, the job is not submitted, suspended, or queued."""
         for name, workload in self.controller.workloads.items() if self._cluster.vouches else ():
             waits = workload.state is WorkloadState.WAITING
-            if waits and not any(self._may_be_of(workload, host) for host in self._facts):
+            if waits and not any(self._may_be_of(workload, host) for host in self.jobs.facts):
                 self.controller.waits_anew(name, now_s)
 
     def _forgive_own_absence(self, now_s: float) -> None:
@@ -477,13 +474,13 @@ class Service:
         self.decided.out = {name: plan for name, plan in self.decided.out.items() if not self._is_back(name)}
         if not self.leads() or self.sensor.frozen:
             return
-        wanted = {name: self._why(name, plan) for name, plan in self.decided.out.items() if name in self._facts}
+        wanted = {name: self._why(name, plan) for name, plan in self.decided.out.items() if name in self.jobs.facts}
         for name in self.sensor.silent_for(_LEFT_BEHIND * self.settings.sensor.timeout_s, now_s):
-            if name in self._facts and self.decided.place(name) is None:
+            if name in self.jobs.facts and self.decided.place(name) is None:
                 wanted.setdefault(name, "it is not heard of any more")
         # A host that has died with the leader before was never heard of here. On a machine that works it may be one
         # that still starts.
-        down = [one.host for one in self._facts.values() if one.is_down and self.sensor.host(one.host) is None]
+        down = [one.host for one in self.jobs.facts.values() if one.is_down and self.sensor.host(one.host) is None]
         self._down_s = {name: self._down_s.get(name, now_s) for name in down}
         for name, since_s in self._down_s.items():
             if now_s - since_s > _LEFT_BEHIND * self.settings.sensor.timeout_s:
@@ -495,7 +492,7 @@ class Service:
 
     def _tell_of_ends(self, now_s: float) -> None:
         """Has the cluster keep which workloads were stopped, and fail the jobs that were given up, until it has."""
-        workloads, jobs = self.controller.workloads.values(), {each.job for each in self._facts.values()}
+        workloads, jobs = self.controller.workloads.values(), {each.job for each in self.jobs.facts.values()}
         for job in jobs & self._kept.keys() & {each.job for each in workloads}:  # of others it stays
             if (text := ends_text(each for each in workloads if each.job == job)) != self._kept[job]:
                 self._actuator.keep(job, text, now_s)
@@ -532,7 +529,7 @@ class Service:
             if workload.state.has_ended and not was_over.get(name, False):
                 self._hangs.forget(name)
                 self._stragglers.forget(name)
-                if not workload.job and len(jobs := {each.job for each in self._facts.values()}) == 1:
+                if not workload.job and len(jobs := {each.job for each in self.jobs.facts.values()}) == 1:
                     self.controller.note_job(name, *jobs)  # it never had hosts, and these were there for it
         if self.decided.all_is_done != was_done:
             concerned.update(self._heard)  # hosts without a place may end too, or are wanted again
@@ -551,9 +548,13 @@ class Service:
                 self._actuator.renew(workload, self._clock())
 
     def _resorts(self, workload: Workload) -> Collection[RemedyKind]:
-        """Last resorts that are possible: hosts that another workload may use are not made anew."""
+        """Last resorts that are possible: hosts that another workload may use are not made anew, nor is a job for whose
+        end another one waits."""
         is_alone = all(one.name == workload.name or one.state.has_ended for one in self.controller.workloads.values())
-        return self._cluster.can if workload.job and is_alone else ()
+        if not workload.job or not is_alone:
+            return ()
+        others_wait = any(facts.job not in ("", workload.job) for facts in self.jobs.facts.values())
+        return [kind for kind in self._cluster.can if kind is not RemedyKind.RENEW_JOB or not others_wait]
 
     def _act(self, concerned: Iterable[str]) -> None:
         """Tells hosts, and does itself, what is decided."""
@@ -599,16 +600,7 @@ class Service:
         if not self._cluster.vouches:
             return True
         jobs = {each.job for each in self.decided.workloads.values()}
-        return host in self._facts and (self.job_of(host) in jobs or "" in jobs)
-
-    def _is_unnamed(self, host: str) -> bool:
-        """Whether the cluster will say what the host belongs to, and has not yet. Its watch may be behind."""
-        return self._cluster.vouches and host not in self._facts
-
-    def job_of(self, host: str) -> str:
-        """What the host belongs to, as the cluster says; "": it does not say."""
-        facts = self._facts.get(host)
-        return "" if facts is None else facts.job
+        return host in self.jobs.facts and (self.jobs.of(host) in jobs or "" in jobs)
 
     def _all_is_done(self) -> bool:
         """Whether all workloads have ended, as stored, and none was started again that is not stored yet."""
@@ -668,7 +660,7 @@ class Service:
             heard.link.close("replaced by a newer connection of its host")
         heard.link, heard.offered, heard.at_s, heard.has_reported = link, "", now_s, False
         self._adoption.connected(link.host, term)
-        facts = self._facts.get(link.host)
+        facts = self.jobs.facts.get(link.host)
         block = facts.block if facts is not None and facts.block else block
         self._hear(link, now_s, address=plain_line(address), block=plain_line(block))
         if facts is not None:
@@ -698,8 +690,8 @@ class Service:
         self._hear(link, now_s)
         heard = self._heard[host]
         placed = self.decided.place(host)
-        lacks = self._lacks_devices(heard, report.devices)
-        facts = self._facts.get(host)
+        lacks = self._lacks_devices(host, heard, report.devices)
+        facts = self.jobs.facts.get(host)
         of_node = "" if facts is None else self._node_problems.get(facts.node, "")
         self._take_problem(host, heard, report.problem or of_node or ("" if placed else lacks), now_s)
         reported = report.workload, report.generation
@@ -808,14 +800,15 @@ class Service:
                 )
             )
 
-    def _lacks_devices(self, heard: _Heard, devices: int) -> str:
-        """Why a host cannot have ranks that has fewer devices than most hosts: one may be lost without a trace on a
-        host that has just been started. A host that has ranks already is judged by them."""
-        self._count_devices(heard, devices)
-        usual = max(self._devices, key=lambda count: (self._devices[count], count))
+    def _lacks_devices(self, host: str, heard: _Heard, devices: int) -> str:
+        """Why a host cannot have ranks that has fewer devices than most hosts of its job: one may be lost without a
+        trace on a host that has just been started. A host that has ranks already is judged by them."""
+        job = self.jobs.of(host)
+        self._count_devices(heard, (job, devices))
+        usual = max((number, count) for (of, count), number in self._devices.items() if of == job)[1]
         return f"it has {devices} devices, and most hosts have {usual}" if devices < usual else ""
 
-    def _count_devices(self, heard: _Heard, devices: int | None) -> None:
+    def _count_devices(self, heard: _Heard, devices: tuple[str, int] | None) -> None:
         if devices == heard.devices:
             return
         if heard.devices is not None:
@@ -859,7 +852,7 @@ class Service:
             self._node_problems[node] = message.problem  # taken with the next report of each host
             return
         seen = check_node(node, message)
-        hosts = [each.host for each in self._facts.values() if each.node == node and each.host in self._heard]
+        hosts = [each.host for each in self.jobs.facts.values() if each.node == node and each.host in self._heard]
         for one in seen:
             for host in hosts:
                 if one.kind is ObservationKind.DRAIN:
@@ -872,15 +865,12 @@ class Service:
 
     def cluster_says(self, facts: HostFacts) -> None:
         """Handles what the cluster says about a host: that it is to be emptied, or is no more."""
+        self.jobs.take(facts)
         if facts.is_gone:
-            self._facts.pop(facts.host, None)
             self.decided.out.pop(facts.host, None)
             self._gone.add(facts.host)
-        else:
-            self._facts[facts.host] = facts
-            self._job_names[facts.job] = facts.job_name
-            if facts.job and facts.ended is not None:
-                self._heed_ends(facts.job, facts.ended)
+        elif facts.job and facts.ended is not None:
+            self._heed_ends(facts.job, facts.ended)
         if self.sensor.host(facts.host) is not None:
             self._heed(facts)
 
@@ -929,26 +919,28 @@ class Service:
             known = self.controller.workloads.get(spec.name)
             if known is None or not known.job or not (known.state.has_ended or self._was_deleted(known)):
                 continue
-            there = [facts for facts in self._facts.values() if self._is_connected(facts.host) and facts.job]
+            there = [facts for facts in self.jobs.facts.values() if self._is_connected(facts.host) and facts.job]
             is_over = all(facts.job != known.job for facts in there)
             if not is_over and not (known.by_hand and self._was_stopped(known.job, spec.name)):
                 continue
-            submitted = {each.job for each in there if each.job != known.job and not each.unwanted}
-            job = min((one for one in submitted if not self._was_stopped(one, spec.name)), default="")
+            submitted = Counter(each.job for each in there if each.job != known.job and not each.unwanted)
+            job = self.jobs.first(
+                {one: count for one, count in submitted.items() if not self._was_stopped(one, spec.name)}, spec.hosts
+            )
             if job:
                 if not known.state.has_ended:
-                    reason = f"all hosts of job {self.job_name(known.job)} were deleted"
+                    reason = f"all hosts of job {self.jobs.name(known.job)} were deleted"
                     self.controller.stop(spec.name, reason, self._clock(), time.time())
-                new = self.job_name(job)
+                new = self.jobs.name(job)
                 logger.warning("%s was %s, and is begun again: job %s is a new one", spec.name, known.state, new)
                 self.controller.add(spec, self._clock())
                 self.controller.note_job(spec.name, job)
                 self._due.set()
 
     def _was_deleted(self, workload: Workload) -> bool:
-        """Whether a job waits because of an incident, and the cluster has no host of it any more."""
+        """Whether a job waits because of an incident, and the cluster has no host of it any more and makes none."""
         waits = workload.state is WorkloadState.WAITING and workload.incident in self.controller.incidents
-        return waits and all(facts.job != workload.job for facts in self._facts.values())
+        return waits and not self.jobs.have_hosts(workload.job)
 
     def _is_connected(self, host: str) -> bool:
         heard = self._heard.get(host)
@@ -1104,17 +1096,12 @@ class Service:
             " stop this job and begin one of the new size"
         )
 
-    def job_name(self, job: str) -> str:
-        """What people call a job; with a part of its identity, because the next one may have the same name."""
-        name = self._job_names.get(job) or job
-        return name if name == job else f"{name} ({job[:8]})"
-
     def waits_for(self, workload: Workload) -> str:
         """What a workload waits for, and who waits for it, in words; "": nobody waits."""
         now_s = self._clock()
         ready = self.controller.ready_for(workload, now_s)
-        others = Counter(self.job_of(host) for host in self.controller.free() - set(ready)) if workload.job else {}
-        of_others = {self.job_name(job): count for job, count in others.items() if job not in ("", workload.job)}
+        others = Counter(self.jobs.of(host) for host in self.controller.free() - set(ready)) if workload.job else {}
+        of_others = {self.jobs.name(job): count for job, count in others.items() if job not in ("", workload.job)}
         if workload.state is WorkloadState.WAITING:
             mine = [host for host in self.sensor.hosts() if self._may_be_of(workload, host.name)]
             return waits_for(
@@ -1122,20 +1109,22 @@ class Service:
                 ready=ready,
                 hosts=[host for host in mine if self.controller.place_of(host.name) is None],
                 unheard=[
-                    name for name in self._facts if self.sensor.host(name) is None and self._may_be_of(workload, name)
+                    name
+                    for name in self.jobs.facts
+                    if self.sensor.host(name) is None and self._may_be_of(workload, name)
                 ],
                 has_pods=self._cluster.vouches,
                 of_others=of_others,
-                unnamed=[host for host in self.controller.free() if self._is_unnamed(host)],
+                unnamed=[host for host in self.controller.free() if self.jobs.is_unnamed(host)],
             )
         if not of_others:
             return ""
-        left = [host for host in self._facts if self.job_of(host) == workload.job and self._is_connected(host)]
+        left = [host for host in self.jobs.facts if self.jobs.of(host) == workload.job and self._is_connected(host)]
         until = f" and for {names(left)} to leave" if workload.state.has_ended and left else ""
-        return f"hosts of {', '.join(of_others)} wait for the end of {self.job_name(workload.job)}{until}"
+        return f"hosts of {', '.join(of_others)} wait for the end of {self.jobs.name(workload.job)}{until}"
 
     def _may_be_of(self, workload: Workload, host: str) -> bool:
-        return not workload.job or self.job_of(host) in ("", workload.job)
+        return not workload.job or self.jobs.of(host) in ("", workload.job)
 
     def step_of(self, workload: Workload) -> int:
         """The largest step that the workload's hosts have reported; -1: none."""
@@ -1151,13 +1140,8 @@ class Service:
 
     def machine_of(self, host: str) -> str:
         """The machine that the cluster runs the host on; "" when it does not say."""
-        facts = self._facts.get(host)
+        facts = self.jobs.facts.get(host)
         return "" if facts is None else facts.node
-
-    @property
-    def facts(self) -> Mapping[str, HostFacts]:
-        """What the cluster says about hosts, by name; also about those that have not connected."""
-        return self._facts
 
     def now_s(self) -> float:
         return self._clock()

@@ -78,7 +78,7 @@ def _workload(service: Service, workload: Workload) -> dict[str, Any]:
         "state": str(workload.state),
         "for_s": round(service.now_s() - workload.since_s, 1),
         "reason": _reason(service, workload),
-        "job": service.job_name(workload.job),
+        "job": service.jobs.name(workload.job),
         "generation": workload.generation,
         "step": service.step_of(workload),
         "goodput": None if goodput is None else round(goodput, 4),
@@ -105,19 +105,19 @@ def _host(service: Service, host: Host) -> dict[str, Any]:
     placed = service.decided.place(host.name)
     ago = service.heard_ago_s(host.name)
     is_free = host.state is HostState.READY and not placed
-    job, jobs = service.job_of(host.name), {each.job for each in service.controller.workloads.values()}
+    job, jobs = service.jobs.of(host.name), {each.job for each in service.controller.workloads.values()}
     waits = is_free and job != "" and not jobs & {job, ""}
     return {
         "name": host.name,
         "state": str(host.state),
-        "reason": f"of {service.job_name(job)}, which waits" if waits else host.reason,
+        "reason": f"of {service.jobs.name(job)}, which waits" if waits else host.reason,
         "spare": is_free and not waits,
         "for_s": round(service.now_s() - host.since_s, 1),
         "heard_ago_s": None if ago is None else round(ago, 1),
         "address": host.address,
         "block": host.block,
         "machine": service.machine_of(host.name),
-        "job": service.job_name(job),
+        "job": service.jobs.name(job),
         "falls": host.falls,
         "free_in_s": (
             round(max(0.0, host.free_at_s - service.now_s()), 1) if host.state is HostState.QUARANTINED else None

@@ -141,6 +141,7 @@ class SimHost:
     name: str
     up: bool = True
     incarnation: int = 0
+    devices: int = 0
     behaves: dict[StepKind, str] = field(default_factory=dict)
     effects: Counter[tuple[int, int, int, StepKind]] = field(default_factory=Counter)
     done: set[tuple[int, int, StepKind]] = field(default_factory=set)
@@ -232,6 +233,7 @@ class SimHost:
                 generation=place.generation if place else 0,
                 master="10.0.0.1:2000" if place and place.node_rank == 0 else "",
                 ranks=ranks,
+                devices=self.devices,
                 node_rank=place.node_rank if place else -1,
                 nodes=place.nodes if place else 0,
                 replicas=place.replicas if place else 0,
@@ -246,6 +248,9 @@ class _AsCluster(NoCluster):
     async def run(self, changed: Any) -> None:
         self._whole.is_of(self._whole.submitted)
         await super().run(changed)
+
+    def wants_hosts(self, job: str) -> bool:
+        return job in self._whole.wants_hosts
 
     async def take_out(self, host: str, reason: str, *, is_dead: bool) -> str:
         return await self._whole.take_out(host)
@@ -301,6 +306,9 @@ class Whole:
         #: Hosts that are of another job than the rest.
         self.others: dict[str, str] = {}
         self.kept_with_others: dict[str, str] = {}
+        #: When each job was submitted, and the jobs that the cluster makes hosts for.
+        self.created: dict[str, str] = {}
+        self.wants_hosts: set[str] = set()
         self.start()
 
     def is_of(self, job: str) -> None:
@@ -310,7 +318,9 @@ class Whole:
         for name in self.hosts:
             of = self.others.get(name, job)
             ended = self.kept if of == job else self.kept_with_others.get(of, "")
-            self.service.cluster_says(HostFacts(host=name, node=f"n-{name}", job=of, ended=ended))
+            self.service.cluster_says(
+                HostFacts(host=name, node=f"n-{name}", job=of, job_created=self.created.get(of, ""), ended=ended)
+            )
 
     # -- the supervisor -----------------------------------------------------------------------------------------------
 

@@ -74,9 +74,9 @@ def reports(job: Simulation, host: str, step: int) -> None:
     job.controller.look(job.now, job.now)
 
 
-def placed(**settings) -> Simulation:
+def placed(hosts: int = 3, **settings) -> Simulation:
     """Ranks have their places, and none has made a step."""
-    made = Simulation(job(**settings), 3)
+    made = Simulation(job(**settings), hosts)
     for host in made.hosts.values():
         host.trains = False
     made.until(
@@ -178,6 +178,50 @@ def test_a_script_that_has_made_a_step_is_not_taken_for_one_that_fails_at_its_be
     made = started(5, max_in_job_restarts=1, max_workload_restarts=1)
     made.lose_worker("host-0")
     fails_in_each_generation(made, dict.fromkeys(made.hosts, 1))
+    assert RemedyKind.HOT_SWAP in remedies(made)
+
+
+def fails_at_step(made: Simulation, steps: list[int], codes: dict[str, int], *, pause_s: float = 0.0) -> None:
+    """All ranks reach the step, are restarted from an earlier one, and reach the next, until the job is stopped."""
+    for step in steps:
+        made.until(lambda: made.is_at(StepKind.PROGRESS))
+        for done in (3, step):
+            for host in made.workload.places:
+                reports(made, host, done)
+        made.until(lambda: made.workload.state is RUNNING)
+        made.pass_time(pause_s)
+        for host in set(codes) & set(made.workload.places):
+            made.lose_worker(host, codes[host], f"exit status {codes[host]}: ZeroDivisionError: division by zero")
+        generation = made.workload.generation
+        made.until(lambda before=generation: made.workload.generation > before or made.workload.state.has_ended)
+        if made.workload.state.has_ended:
+            return
+
+
+def test_a_script_that_fails_alike_at_one_step_is_stopped_after_its_restarts_and_no_host_is_swapped() -> None:
+    made = placed(5, max_in_job_restarts=1, max_workload_restarts=2)
+    fails_at_step(made, [9, 10, 9, 10, 10, 10, 10], dict.fromkeys(made.hosts, 1))
+    assert remedies(made) == [RemedyKind.RESTART_IN_JOB, *[RemedyKind.RESTART_WORKLOAD] * 2]
+    assert "none gets past step 10: it is the script" in made.workload.reason
+    assert "ZeroDivisionError" in made.workload.reason and set(made.states().values()) == {HostState.READY}
+
+
+def test_a_script_that_fails_alike_and_gets_further_each_time_is_not_stopped() -> None:
+    made = placed(5, max_in_job_restarts=1, max_workload_restarts=2)
+    fails_at_step(made, [10, 20, 30, 40, 50], dict.fromkeys(made.hosts, 1))
+    assert made.workload.state is not WorkloadState.STOPPED
+
+
+def test_a_script_that_fails_alike_at_one_step_after_long_training_is_stopped_too() -> None:
+    made = placed(5, max_in_job_restarts=1, max_workload_restarts=1, healthy_s=20.0)
+    fails_at_step(made, [10] * 6, dict.fromkeys(made.hosts, 1), pause_s=30.0)
+    assert remedies(made) == [RemedyKind.RESTART_IN_JOB] * 2
+    assert "none gets past step 10" in made.workload.reason
+
+
+def test_hosts_that_fail_in_different_ways_at_one_step_are_swapped() -> None:
+    made = placed(5, max_in_job_restarts=1, max_workload_restarts=1)
+    fails_at_step(made, [10] * 5, {f"host-{number}": number + 1 for number in range(5)})
     assert RemedyKind.HOT_SWAP in remedies(made)
 
 

@@ -55,6 +55,22 @@ def test_each_is_taken_once_and_then_the_job_is_given_up(
         whole.close()
 
 
+def test_a_job_for_whose_end_another_one_waits_is_not_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Whole(SPEC, 2)
+    try:
+        whole.can = RENEW_HOSTS, RENEW_JOB
+        whole.is_of("train")
+        whole.until(lambda: whole.job is not None and whole.job.state is RUNNING and whole.job.job)
+        whole.add_host("waits", of="second")
+        monkeypatch.setattr(whole, "trains", lambda place: False)
+        whole.observed(whole.job.places[0], ObservationKind.WORKER_LOST, rank=0)
+        whole.until(lambda: whole.job.state is WorkloadState.STOPPED, within_s=3000)
+        whole.pass_time(2.0)
+        assert [what for _, what, _ in whole.told_last] == ["renew hosts", "give up"]
+    finally:
+        whole.close()
+
+
 def test_no_host_has_ranks_meanwhile_and_after_training_for_long_they_are_there_again() -> None:
     whole = Whole(replace(SPEC, healthy_s=60.0), 2)
     try:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from resiliency.supervisor.clusters.base import HostFacts
-from resiliency.supervisor.model import WorkloadSpec, WorkloadState
+from resiliency.supervisor.model import HostState, WorkloadSpec, WorkloadState
 
 from .simulated_service import SimHost, Whole, _AsCluster
 
@@ -125,6 +125,57 @@ def test_two_jobs_that_come_together_are_not_mixed() -> None:
         made.close()
 
 
+def test_the_job_that_was_submitted_first_is_begun_first(crowded: Whole) -> None:
+    names = ["z-0", "z-1", "a-0", "a-1"]
+    crowded.created = {"second": "2026-01-03T00:00:00Z", "zz": "2026-01-01T00:00:00Z", "aa": "2026-01-02T00:00:00Z"}
+    for name in names:
+        crowded.others[name] = "zz" if name.startswith("z") else "aa"
+        crowded.add_host(name, of=crowded.others[name])
+    submit(crowded, "first")
+    crowded.pass_time(5.0)
+    for job in ("zz", "aa", "second"):
+        stop(crowded)
+        crowded.until(lambda job=job: crowded.job.state is WorkloadState.RUNNING and crowded.job.job == job)
+
+
+def test_a_job_with_enough_hosts_is_begun_before_one_that_lacks_some(crowded: Whole) -> None:
+    crowded.created = {"second": "2026-01-03T00:00:00Z", "zz": "2026-01-01T00:00:00Z"}
+    crowded.others["z-0"] = "zz"
+    crowded.add_host("z-0", of="zz")
+    submit(crowded, "first")
+    crowded.pass_time(5.0)
+    stop(crowded)
+    crowded.until(lambda: crowded.job.state is WorkloadState.RUNNING and crowded.job.job == "second")
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_job_all_of_whose_pods_are_deleted_keeps_its_turn_while_it_exists(crowded: Whole, exists: bool) -> None:
+    assert crowded.service is not None
+    crowded.wants_hosts = {"first"} if exists else set()
+    lost = crowded.job.places
+    for name in lost:
+        crowded.hosts.pop(name).up = False
+        crowded.service.cluster_says(HostFacts(host=name, node=f"n-{name}", is_gone=True))
+    if not exists:
+        crowded.until(lambda: crowded.job.state is WorkloadState.RUNNING and crowded.job.job == "second")
+        return
+    crowded.until(lambda: crowded.job.state is WorkloadState.WAITING)
+    crowded.pass_time(30.0)
+    assert crowded.job.job == "first" and not crowded.job.places
+    for number in range(2):
+        crowded.add_host(f"new-{number}", of="first")
+    crowded.until(lambda: crowded.job.state is WorkloadState.RUNNING)
+    assert crowded.job.job == "first" and set(crowded.job.places) == {"new-0", "new-1"}
+
+
+def test_devices_are_compared_within_a_job(crowded: Whole) -> None:
+    for name, host in crowded.hosts.items():
+        host.devices = 4 if name in crowded.others else 8
+    crowded.pass_time(10.0)
+    assert crowded.service is not None
+    assert {crowded.service.sensor.state_of(name) for name in crowded.hosts} == {HostState.READY}
+
+
 @pytest.fixture
 def names_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cluster says of each host what it belongs to."""
@@ -136,7 +187,8 @@ def test_a_host_gets_no_ranks_before_the_cluster_has_said_to_which_job_it_belong
 ) -> None:
     assert crowded.service is not None
     spare = next(iter(crowded.others))
-    facts = crowded.service._facts.pop(spare)  # its watch is behind
+    facts = crowded.service.jobs.facts[spare]
+    crowded.service.jobs.take(replace(facts, is_gone=True))  # its watch is behind
     lost, kept = crowded.job.places
     crowded.hosts[lost].up = False
     crowded.until(lambda: crowded.job.places == (kept,) and crowded.job.state is WorkloadState.RUNNING)

@@ -43,6 +43,7 @@ class HostFacts:
         block: failure domain of the machine; "": unknown.
         job: identifies what the user has submitted (a JobSet); "": unknown.
         job_name: what people call it.
+        job_created: when it was submitted, as a text that sorts by time; "": unknown.
         ended: what the cluster was told to keep with the job, see :meth:`Cluster.keep`; None: it does not know yet.
         unwanted: why the cluster, or somebody who works on it, wants the host empty; "": nobody does.
         is_down: its machine does not work, as the cluster says.
@@ -54,6 +55,7 @@ class HostFacts:
     block: str = ""
     job: str = ""
     job_name: str = ""
+    job_created: str = ""
     ended: str | None = None
     unwanted: str = ""
     is_down: bool = False
@@ -77,6 +79,10 @@ class Cluster(Protocol):
         Args:
             changed: called with the facts of a host when they are new or different.
         """
+        ...
+
+    def wants_hosts(self, job: str) -> bool:
+        """Whether the cluster has this job, and is to keep hosts for it: also when it has none in this moment."""
         ...
 
     async def identify(self, token: str) -> Identity | None:

@@ -20,6 +20,9 @@ class NoCluster:
     async def run(self, changed: Callable[[HostFacts], None]) -> None:
         await asyncio.Event().wait()
 
+    def wants_hosts(self, job: str) -> bool:
+        return False
+
     async def identify(self, token: str) -> Identity | None:
         return None
 

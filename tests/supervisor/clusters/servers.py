@@ -61,6 +61,8 @@ class Server(Protocol):
 
     def jobset(self, name: str) -> Object: ...
 
+    def change_jobset(self, name: str, changes: Object) -> None: ...
+
     def events(self) -> list[tuple[str, str]]:
         """Reason and message of each in the namespace of the jobs that the supervisor has made."""
         ...
@@ -152,7 +154,7 @@ class FakeServer:
     def add_jobset(self, name: str) -> str:
         if name in self.api.objects.get(self._jobsets, {}):
             self.api.remove(self._jobsets, name)
-        return str(self.api.put(self._jobsets, {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": name, "namespace": self.jobs, "labels": {"x": "y"}}, "spec": {"suspend": True}})["metadata"]["uid"])  # fmt: skip
+        return str(self.api.put(self._jobsets, {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": name, "namespace": self.jobs, "labels": {"x": "y"}, "creationTimestamp": "2026-01-02T03:04:05Z"}, "spec": {"suspend": True}})["metadata"]["uid"])  # fmt: skip
 
     def events(self) -> list[tuple[str, str]]:
         found = self.api.objects.get(f"/api/v1/namespaces/{self.jobs}/events", {}).values()
@@ -167,6 +169,9 @@ class FakeServer:
 
     def jobset(self, name: str) -> Object:
         return copy.deepcopy(self.api.objects[self._jobsets][name])
+
+    def change_jobset(self, name: str, changes: Object) -> None:
+        self.api.change(self._jobsets, name, changes)
 
     def add_job(self, name: str) -> None:
         self.api.put(self._jobs, {"metadata": {"name": name}, "spec": {}})
@@ -293,6 +298,9 @@ class RealServer:
     def jobset(self, name: str) -> Object:
         found: Object = self._cluster.get(f"{JOBSETS.format(self.jobs)}/{name}")
         return found
+
+    def change_jobset(self, name: str, changes: Object) -> None:
+        self._cluster.patch(f"{JOBSETS.format(self.jobs)}/{name}", changes)
 
     def add_job(self, name: str) -> None:
         container = {"name": "main", "image": "none"}

@@ -452,6 +452,24 @@ def test_what_is_kept_with_a_job_is_told_with_its_hosts_and_not_kept_with_the_ne
     run(work)
 
 
+def test_a_job_wants_hosts_while_it_exists_and_is_not_suspended(server: Server) -> None:
+    async def work() -> None:
+        async with server:
+            server.add_pod("a", server.add_node("n"))
+            async with watched(server) as cluster:
+                job = server.add_jobset("train")
+                await until(lambda: "a" in cluster.facts and cluster.facts["a"].job_created)
+                assert cluster.facts["a"].job_created == server.jobset("train")["metadata"]["creationTimestamp"]
+                assert not cluster.wants_hosts(job) and not cluster.wants_hosts("train")
+                server.change_jobset("train", {"spec": {"suspend": False}})
+                await until(lambda: cluster.wants_hosts(job) and cluster.wants_hosts("train"))
+                assert not cluster.wants_hosts("another")
+                server.add_jobset("train")
+                await until(lambda: not cluster.wants_hosts(job))
+
+    run(work)
+
+
 # -- last resorts ------------------------------------------------------------------------------------------------------
 
 

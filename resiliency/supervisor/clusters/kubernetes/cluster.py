@@ -198,13 +198,18 @@ class KubernetesCluster:
             block=node.block,
             job=pod.jobset,
             job_name=pod.jobset_name,
-            ended=None if (jobset := self._jobset(pod.jobset)) is None else jobset.ended,
+            job_created="" if (jobset := self._jobset(pod.jobset)) is None else jobset.created,
+            ended=None if jobset is None else jobset.ended,
             unwanted=unwanted_because(node, pod),
             is_down=not node.ready,
         )
         if self._facts.get(pod.name) != facts:
             self._facts[pod.name] = facts
             self._changed(facts)
+
+    def wants_hosts(self, job: str) -> bool:
+        jobset = self._jobset(job)
+        return jobset is not None and not jobset.suspended
 
     async def identify(self, token: str) -> Identity | None:
         review = {

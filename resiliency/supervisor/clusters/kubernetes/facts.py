@@ -101,17 +101,31 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class JobSet:
-    """A JobSet. Attributes: ended: what the supervisor has written there."""
+    """A JobSet.
+
+    Attributes:
+        ended: what the supervisor has written there.
+        created: the API server's time of its creation; such texts sort by time.
+        suspended: it is to have no pods now.
+    """
 
     name: str
     uid: str
     ended: str = ""
+    created: str = ""
+    suspended: bool = False
 
 
 def jobset_of(item: Mapping[str, Any]) -> JobSet:
     metadata = item["metadata"]
     ended = (metadata.get("annotations") or {}).get(ENDED, "")
-    return JobSet(name=metadata["name"], uid=metadata["uid"], ended=ended)
+    return JobSet(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        ended=ended,
+        created=metadata.get("creationTimestamp") or "",
+        suspended=bool((item.get("spec") or {}).get("suspend")),
+    )
 
 
 def pod_of(item: Mapping[str, Any]) -> Pod | None:
