@@ -76,7 +76,7 @@ class EventKind:
     CHECKPOINT_DELETED = "checkpoint_deleted"  # step, tier, name
     CHECKPOINT_CORRUPT = "checkpoint_corrupt"  # path, ranges
     CHECKPOINT_REPAIRED = "checkpoint_repaired"  # path, source
-    CHECKPOINT_PASSED_OVER = "checkpoint_passed_over"  # step: damaged; taken: the step loaded instead; reasons
+    CHECKPOINT_PASSED_OVER = "checkpoint_passed_over"  # step: damaged; taken: the step loaded instead; reason
     CHECKPOINT_NAME_REFUSED = "checkpoint_name_refused"  # step, tier, name, reason why the step does not get the name
     RESTORE_STARTED = "restore_started"
     AGENT_STARTED = "agent_started"

@@ -195,7 +195,10 @@ class Restorer:
         passed = self._passed_over(inventory, problems, taken) if newest is not None and newest.step == taken else []
         for one in (one for one in passed if one.damaged):
             self._session.events.emit(
-                EventKind.CHECKPOINT_PASSED_OVER, step=one.step.step, taken=taken.step, reasons=list(one.reasons)
+                EventKind.CHECKPOINT_PASSED_OVER,
+                step=one.step.step,
+                taken=taken.step,
+                reason="; ".join(one.reasons),
             )
         if passed:
             others = f"; of newer steps, {len(passed) - 1} more damaged or unfinished" if passed[1:] else ""

@@ -42,6 +42,8 @@ _MARKED = frozenset(
         EventKind.CHECKPOINT_FAILED,
         EventKind.CHECKPOINT_CORRUPT,
         EventKind.CHECKPOINT_REPAIRED,
+        EventKind.CHECKPOINT_PASSED_OVER,
+        EventKind.CHECKPOINT_NAME_REFUSED,
     }
 )
 #: Stalls of a rank, which belong to no tier.

@@ -67,7 +67,7 @@ def test_an_older_step_that_is_taken_is_said_in_one_line_and_an_event(
     assert len(told) == 1, warnings(caplog)
     assert folder_of(copy, 30).name in told[0] and "step 30" in told[0].lower() and "step 20" in told[0].lower()
     (event,) = passed_over(copy.local_dir)
-    assert (event["step"], event["taken"]) == (30, 20) and folder_of(copy, 30).name in event["reasons"][0]
+    assert (event["step"], event["taken"]) == (30, 20) and folder_of(copy, 30).name in event["reason"]
 
 
 def test_the_newest_of_several_is_named_and_the_others_are_counted(

@@ -176,6 +176,19 @@ def _launched(job: Job, kind: EventKind, **fields: object) -> dict[str, object]:
     return record
 
 
+def test_a_checkpoint_that_was_passed_over_and_one_without_its_name_are_incidents() -> None:
+    job = Job(ranks=1)
+    job.start(load=20)
+    job.emit(EventKind.CHECKPOINT_PASSED_OVER, 0, step=30, taken=20, reason="a file is missing")
+    job.steps(10)
+    job.emit(EventKind.CHECKPOINT_NAME_REFUSED, 0, step=30, tier="gcs", name="last", reason="another run has it")
+    job.finish()
+    assert {one.what for one in incidents(job.ledger())} >= {
+        "Damaged checkpoint passed over at step 30: a file is missing",
+        "Checkpoint without its name at step 30: another run has it",
+    }
+
+
 # ---- numbers of steps
 
 
