@@ -269,10 +269,14 @@ def _run_worker(request: Mapping[str, Any]) -> None:
 
 
 def _run_exit_handlers(deadline: float) -> None:
-    """Joins non-daemon threads as the interpreter does, with a deadline."""
+    """Joins non-daemon threads as the interpreter does, with a deadline, and ends what multiprocessing has started (a
+    manager's process would live on)."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join(max(0.0, deadline - time.monotonic()))
+    started = sys.modules.get("multiprocessing.util")
+    if started is not None:
+        started._exit_function()
 
 
 if __name__ == "__main__":
