@@ -40,6 +40,7 @@ CONTENDERS: Mapping[str, Mapping[str, Any]] = {
     "ours, eager": {"lazy_bytes": sys.maxsize},
     "NeMo, asynchronous": {"ours": False},
     "NeMo, synchronous": {"ours": False, "asynchronous": False},
+    "NVRx local, asynchronous": {"ours": False, "nvrx": True},
 }
 
 
@@ -49,7 +50,7 @@ class Figures:
 
     Attributes:
         step_s: median step without a save.
-        thread_s: on the training thread, for each save.
+        thread_s: on the training thread, for each save but the last.
         lost_s: of training, for each save: half of the steps between saves, with one and without.
         restore_s: of a resume; None: there is no checkpoint.
     """
@@ -79,7 +80,7 @@ def figures_of(trained: Sequence[Mapping[str, Any]], resumed: Sequence[Mapping[s
     restores = [line["restoring_s"] for line in resumed if "restoring_s" in line]
     return Figures(
         step_s=statistics.median(without),
-        thread_s=saving_s / (max(at) // EVERY),
+        thread_s=saving_s / (max(at) // EVERY - 1),
         lost_s=statistics.median(losses),
         restore_s=restores[0] if restores else None,
     )

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from resiliency.callbacks._step_hooks import StepHooks
 from resiliency.errors import ConfigError
 from resiliency.plugins import _lightning
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
 from resiliency.plugins.overlap_rules import DDPOverlap, ddp_overlap
+from resiliency.plugins.step_hooks import StepHooks
 
 __all__ = ["DDPCommOverlapCallback", "build"]  # noqa: F822 - DDPCommOverlapCallback is built on first use
 

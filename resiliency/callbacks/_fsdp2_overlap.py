@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from resiliency.callbacks._step_hooks import StepHooks
 from resiliency.errors import ConfigError
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
+from resiliency.plugins.step_hooks import StepHooks
 
 __all__ = ["FSDP2CommOverlapCallback", "build"]  # noqa: F822 - FSDP2CommOverlapCallback is built on first use
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from resiliency.callbacks._remote_folder import RemoteFolder
-from resiliency.callbacks._step_hooks import StepHooks
 from resiliency.errors import ConfigError
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
+from resiliency.plugins.step_hooks import StepHooks
 
 __all__ = ["LogDirectoryCallback", "build"]  # noqa: F822 - LogDirectoryCallback is built on first use
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from resiliency.callbacks._log_directory import is_shown
 from resiliency.callbacks._scalars import Scalars, open_scalars
-from resiliency.callbacks._step_hooks import StepHooks, step_observer
 from resiliency.errors import ConfigError
 from resiliency.plugins.namespaces import require_trainer_of
+from resiliency.plugins.step_hooks import StepHooks, step_observer
 from resiliency.telemetry.step_observer import StepSubscriber
 
 __all__ = ["LogsSteps", "say"]

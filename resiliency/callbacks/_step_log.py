@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from resiliency.callbacks._scalars import Scalars
-from resiliency.callbacks._step_hooks import step_observer
 from resiliency.callbacks._step_lines import LogsSteps, say
 from resiliency.callbacks._tensorboard import StepScalars
 from resiliency.errors import ConfigError
 from resiliency.plugins.namespaces import AdapterClass
+from resiliency.plugins.step_hooks import step_observer
 from resiliency.telemetry.step_observer import StepSubscriber, StepTiming
 
 __all__ = ["StepLoggingCallback", "build"]  # noqa: F822 - StepLoggingCallback is built on first use

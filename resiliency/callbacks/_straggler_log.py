@@ -7,12 +7,12 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-from resiliency.callbacks._step_hooks import StepHooks, step_observer
 from resiliency.callbacks._step_lines import say
 from resiliency.checkpoint.checkpointer import default_coordinator
 from resiliency.checkpoint.coordinator import StoreCoordinator
 from resiliency.errors import ConfigError
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
+from resiliency.plugins.step_hooks import StepHooks, step_observer
 from resiliency.preemption.board import own_connection
 from resiliency.settings import environment
 from resiliency.telemetry.step_observer import StepSubscriber, StepTiming

@@ -22,7 +22,6 @@ from datetime import timedelta
 from typing import Any
 
 from resiliency.callbacks._notice_watch import NoticeWatch, Preempted
-from resiliency.callbacks._step_hooks import StepHooks
 from resiliency.callbacks.checkpointing.saver import CheckpointSaver
 from resiliency.callbacks.model_checkpoint import EngineModelCheckpoint
 from resiliency.callbacks.model_checkpoint import build as build_model_checkpoint
@@ -35,6 +34,7 @@ from resiliency.plugins import _lightning
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
 from resiliency.plugins.nemo_checkpoints import nemo_checkpoint, save_last
 from resiliency.plugins.resume.rank_state import is_step_boundary
+from resiliency.plugins.step_hooks import StepHooks
 from resiliency.preemption.shield import Shield
 from resiliency.preemption.signals import has_native_handler
 from resiliency.preemption.sources import metadata_address

@@ -14,10 +14,10 @@ import logging
 from typing import Any
 
 from resiliency.callbacks import _ddp_overlap, _fsdp2_overlap
-from resiliency.callbacks._step_hooks import StepHooks
 from resiliency.errors import ConfigError
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
 from resiliency.plugins.overlap_rules import MegatronOverlap, Parallelism, gradient_overlap, model_overlap
+from resiliency.plugins.step_hooks import StepHooks
 
 __all__ = [  # noqa: F822 - classes are built on first use
     "DDPCommOverlapCallback",

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from resiliency.callbacks._step_hooks import StepHooks
 from resiliency.callbacks.checkpointing.trainer_session import places_loaders
 from resiliency.errors import ConfigError
 from resiliency.plugins import _lightning
@@ -27,6 +26,7 @@ from resiliency.plugins.elastic_progress import (
 from resiliency.plugins.elastic_rates import read_rates, write_rates
 from resiliency.plugins.elastic_rules import RULES, Rate, accumulation, rate_factor, rescaled
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
+from resiliency.plugins.step_hooks import StepHooks
 from resiliency.settings import lightning_seed
 
 __all__ = ["ElasticityCallback", "build"]  # noqa: F822 - ElasticityCallback is built on first use

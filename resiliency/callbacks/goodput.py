@@ -11,9 +11,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from resiliency.callbacks._step_hooks import StepHooks, step_observer
 from resiliency.events import EventSink, EventWriter, JsonlSink
 from resiliency.plugins.namespaces import AdapterClass
+from resiliency.plugins.step_hooks import StepHooks, step_observer
 from resiliency.runtime.job_log import tell_launcher
 from resiliency.runtime.process_end import tell_end
 from resiliency.runtime.start_times import callback_made, start_fields

@@ -11,11 +11,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from resiliency.callbacks._step_hooks import StepHooks
 from resiliency.errors import ConfigError
 from resiliency.plugins import _lightning
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
 from resiliency.plugins.rank_monitor import RankMonitor, section_of
+from resiliency.plugins.step_hooks import StepHooks
 from resiliency.runtime import heartbeat
 from resiliency.runtime.heartbeat_page import Phase
 from resiliency.settings import environment

@@ -25,7 +25,6 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from resiliency.callbacks._step_hooks import StepHooks
 from resiliency.callbacks.checkpointing.arguments import check_own, refuse_unknown
 from resiliency.callbacks.checkpointing.committed_paths import CommittedPaths
 from resiliency.callbacks.checkpointing.earlier import newest_file
@@ -42,6 +41,7 @@ from resiliency.errors import TierError
 from resiliency.plugins import _lightning
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
 from resiliency.plugins.resume.rank_state import is_step_boundary
+from resiliency.plugins.step_hooks import StepHooks, wants_log
 from resiliency.plugins.strategies.base import StrategyAdapter
 from resiliency.plugins.strategies.registry import adapter_for
 from resiliency.runtime import heartbeat
@@ -352,7 +352,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
 
     def _use_engine(self, trainer: Any, adapter: StrategyAdapter) -> None:
         session = trainer_session(trainer)
-        places = self._places(self.dirpath, only_files=not _wants_log(trainer))
+        places = self._places(self.dirpath, only_files=not wants_log(trainer))
         saver = CheckpointSaver(
             self,
             session,
@@ -367,7 +367,7 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         self._saver = saver
         if self._exact_resume:
             session.resume.keep_rank_state(reread=self._exact_resume == "reread")
-        if _wants_log(trainer) or session.resume.found(places.key).unsupported:
+        if wants_log(trainer) or session.resume.found(places.key).unsupported:
             saver.open()  # raises an error that names the format when it is unsupported
         session.resume.intercept()
         session.save_after_slurm()
@@ -662,12 +662,6 @@ class EngineModelCheckpoint(UnfinishedMarkers, StockModelCheckpoint):
         saver, self._saver = self._saver, None
         if saver is not None:
             saver.close(close_engine)
-
-
-def _wants_log(trainer: Any) -> bool:
-    """True when a launcher started the job, or the user asked for events. The event log then contains the start of the
-    process, and is kept after the job has ended."""
-    return environment().wants_log or any(getattr(other, "reads_events", False) for other in trainer.callbacks)
 
 
 def _saves_kept_weights(module: Any) -> bool:

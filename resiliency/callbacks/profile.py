@@ -11,12 +11,12 @@ import os
 from datetime import timedelta
 from typing import Any
 
-from resiliency.callbacks._step_hooks import StepHooks
 from resiliency.callbacks.checkpointing.places import EngineKey
 from resiliency.callbacks.checkpointing.trainer_session import trainer_session
 from resiliency.checkpoint.save_trace import FinishedTrace, SaveTrace
 from resiliency.errors import ConfigError
 from resiliency.plugins.namespaces import AdapterClass, require_trainer_of
+from resiliency.plugins.step_hooks import StepHooks
 from resiliency.regular_file import open_regular
 from resiliency.telemetry.chrome_trace import TraceEvents, TraceFiles
 

@@ -36,6 +36,7 @@ from resiliency.checkpoint.options import CheckpointerOptions, LocalTierOptions,
 from resiliency.checkpoint.ticket import LOCAL, Ticket
 from resiliency.checkpoint.write_plan import WritePlan
 from resiliency.errors import ConfigError, ResiliencyError
+from resiliency.events import EventSink, EventWriter
 from resiliency.plugins._missing import no_megatron
 from resiliency.storage.shard_file import STOCK_METADATA
 from resiliency.storage.stage import Stage
@@ -97,6 +98,9 @@ class MegatronSaveStrategy(megatron.TorchDistSaveShardedStrategy):
         self.lazy = lazy
         #: Number of the step that is saved next; None: it follows from the name of the folder.
         self.step: int | None = None
+        #: Further places for the engine's events, and how its log says that this process has ended.
+        self.sinks: tuple[EventSink, ...] = ()
+        self.end = _End()
         #: Saves so far. Megatron replaces strategies that it does not know in silence; then this stays 0.
         self.calls = 0
 
@@ -129,7 +133,10 @@ class MegatronSaveStrategy(megatron.TorchDistSaveShardedStrategy):
         if "://" in os.fspath(checkpoint_dir):
             raise ConfigError(f"{checkpoint_dir} is an address; save in a folder, and pass remotes= for the bucket")
         folder = os.path.abspath(checkpoint_dir)
-        engine = self._open(folder)
+        above = os.path.dirname(folder)
+        engine = self.open(
+            self._directory or (os.path.dirname(above) if os.path.basename(folder) == _WEIGHTS else above)
+        )
         name = os.path.relpath(folder, engine.directory)
         if name.startswith(os.pardir) or name == os.curdir:
             raise ConfigError(
@@ -166,9 +173,8 @@ class MegatronSaveStrategy(megatron.TorchDistSaveShardedStrategy):
             logger.warning("rank %d cannot plan its part of a checkpoint", torch.distributed.get_rank(), exc_info=True)
             return WritePlan(chunks=(), problem=f"Megatron's planner raised {type(error).__name__}: {error}")
 
-    def _open(self, folder: str) -> Checkpointer:
-        above = os.path.dirname(folder)
-        directory = self._directory or (os.path.dirname(above) if os.path.basename(folder) == _WEIGHTS else above)
+    def open(self, directory: str) -> Checkpointer:
+        """The engine of the checkpoints in this directory; the first save opens it by itself. Collective: yes."""
         if self._engine is not None and self._engine.directory != directory:
             self.close()
         if self._engine is None:
@@ -179,9 +185,10 @@ class MegatronSaveStrategy(megatron.TorchDistSaveShardedStrategy):
                 rank=torch.distributed.get_rank(),
                 world_size=torch.distributed.get_world_size(),
                 options=self._options,
+                sinks=self.sinks,
             )
             self._names = {name: None for _, names in engine.steps() for name in names}
-            self._engine, self._close = engine, weakref.finalize(self, engine.close)
+            self._engine, self._close = engine, weakref.finalize(self, self.end.close, engine)
         return self._engine
 
     def _step_of(self, name: str, engine: Checkpointer) -> int:
@@ -203,6 +210,11 @@ class MegatronSaveStrategy(megatron.TorchDistSaveShardedStrategy):
             for name in gone:
                 del self._names[name]
 
+    @property
+    def events(self) -> EventWriter | None:
+        """The engine's event log; None while the engine is not open."""
+        return None if self._engine is None else self._engine.session.events
+
     def poll(self) -> None:
         """Takes note of what the agent has done since the last call. Blocks: no."""
         if self._engine is not None:
@@ -214,6 +226,16 @@ class MegatronSaveStrategy(megatron.TorchDistSaveShardedStrategy):
         if engine is not None:
             self._forget_deleted(engine)
         self._close()
+
+
+@dataclasses.dataclass
+class _End:
+    """Attributes: reason: "finished", "exception" or "signal"."""
+
+    reason: str = "finished"
+
+    def close(self, engine: Checkpointer) -> None:
+        engine.close(reason=self.reason)
 
 
 class _Commit:

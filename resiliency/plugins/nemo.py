@@ -16,13 +16,19 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from resiliency.checkpoint.dcp import check_folder
 from resiliency.checkpoint.options import CheckpointerOptions, RemoteTierOptions
+from resiliency.checkpoint.ticket import LOCAL
 from resiliency.errors import ConfigError
+from resiliency.events import EventKind
 from resiliency.plugins._missing import no_nemo
+from resiliency.plugins.step_hooks import StepHooks, step_observer, wants_log
+from resiliency.telemetry.step_events import StepEvents, log_steps
+from resiliency.telemetry.step_observer import StepObserver
 
 try:
     import lightning.pytorch as pl
@@ -42,11 +48,14 @@ __all__ = ["CheckpointEngine"]
 logger = logging.getLogger(__name__)
 
 
-class CheckpointEngine(pl.Callback):
+class CheckpointEngine(StepHooks, pl.Callback):
     """Makes the trainer's ``MegatronStrategy`` save and load through the checkpoint engine.
 
     Tensors are copied while the next step's forward and backward run, before the optimizer changes them; with
     ``overlap_param_gather``, which changes parameters earlier, before the save returns.
+
+    With a launcher, a ``GoodputCallback`` or ``RESILIENCY_EVENTS_DIR``, the engine's event log has the run's steps, its
+    restore, and for how long each save held training up.
 
     Args:
         run, options, remotes: as for :class:`~resiliency.Checkpointer`.
@@ -61,12 +70,15 @@ class CheckpointEngine(pl.Callback):
     ) -> None:
         self._run, self._options, self._remotes = run, options, tuple(remotes)
         self._saves: MegatronSaveStrategy | None = None
+        self._steps: StepEvents | None = None
+        self._saving = _Saving()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """
         Raises:
             ConfigError: the trainer has another strategy, or one that writes another format.
         """
+        super().setup(trainer, pl_module, stage)
         strategy: Any = trainer.strategy
         if not isinstance(strategy, MegatronStrategy):
             raise ConfigError(
@@ -80,19 +92,59 @@ class CheckpointEngine(pl.Callback):
             )
         if self._saves is None:
             self._saves = MegatronSaveStrategy(run=self._run, options=self._options, remotes=self._remotes)
-        io = _CheckpointIO(strategy, self._saves)
+            self._saves.sinks = tuple(sink for other in trainer.callbacks for sink in getattr(other, "event_sinks", ()))
+        self._saving = _Saving(step_observer(trainer))
+        io = _CheckpointIO(strategy, self._saves, self._saving)
         strategy.checkpoint_io = _AsynchronousIO(io) if strategy.async_save else io
+        directory = str(getattr(trainer.checkpoint_callback, "dirpath", None) or "")
+        if stage == "fit" and directory and "://" not in directory and wants_log(trainer):
+            self._log_steps(trainer, self._saves, directory)
+
+    def _log_steps(self, trainer: pl.Trainer, saves: MegatronSaveStrategy, directory: str) -> None:
+        engine, observer = saves.open(os.path.abspath(directory)), step_observer(trainer)
+        engine.before_step = lambda *_: observer.stall(engine.fence())
+        self._steps = log_steps(observer, lambda: engine.session.events)
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Any) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        self._saving.began()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        super().on_exception(trainer, pl_module, exception)
+        if self._saves is not None:
+            self._saves.end.reason = "exception"
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Waits until the saves are durable, and closes the engine."""
+        super().teardown(trainer, pl_module, stage)
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.flush()
+            step_observer(trainer).unsubscribe(steps)
         if self._saves is not None:
             self._saves.close()
+
+
+class _Saving:
+    """Counts the time that training waits for a save, from before NeMo collects the state."""
+
+    def __init__(self, observer: StepObserver | None = None) -> None:
+        self._observer = observer
+        self._began_s: float | None = None
+
+    def began(self) -> None:
+        self._began_s = time.monotonic()
+
+    def ended(self) -> None:
+        if self._began_s is not None and self._observer is not None:
+            self._observer.stall(time.monotonic() - self._began_s)
+        self._began_s = None
 
 
 class _CheckpointIO(MegatronCheckpointIO):
     """NeMo's own IO, with the strategy's arguments, over the engine."""
 
-    def __init__(self, strategy: MegatronStrategy, saves: MegatronSaveStrategy) -> None:
+    def __init__(self, strategy: MegatronStrategy, saves: MegatronSaveStrategy, saving: _Saving) -> None:
         super().__init__(
             save_ckpt_format=strategy.save_ckpt_format,
             load_directly_on_device=strategy.load_directly_on_device,
@@ -102,7 +154,7 @@ class _CheckpointIO(MegatronCheckpointIO):
             parallel_save_within_dp=strategy.parallel_save_within_dp,
             parallel_load=strategy.parallel_load,
         )
-        self._strategy, self._saves = strategy, saves
+        self._strategy, self._saves, self._saving = strategy, saves, saving
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
@@ -115,15 +167,25 @@ class _CheckpointIO(MegatronCheckpointIO):
                 " returns, and not beside the next step"
             )
         self._saves.lazy = not overlaps
-        return super().save_checkpoint(checkpoint, path, storage_options)
+        try:
+            return super().save_checkpoint(checkpoint, path, storage_options)
+        finally:
+            self._saving.ended()
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         """
         Raises:
             CorruptShard: bytes are damaged or missing, on all ranks; names the file.
         """
+        began, events = time.monotonic(), self._saves.events
+        if events is not None:
+            events.emit(EventKind.RESTORE_STARTED)
         check_folder(self._preprocess_checkpoint_load_path(path))
-        return super().load_checkpoint(path, *args, **kwargs)
+        checkpoint = super().load_checkpoint(path, *args, **kwargs)
+        if events is not None:
+            step, seconds = int(checkpoint.get("global_step", -1)), round(time.monotonic() - began, 6)
+            events.emit(EventKind.CHECKPOINT_LOADED, step=step, duration_s=seconds, source=LOCAL)
+        return checkpoint
 
     def _determine_dist_ckpt_save_strategy(self) -> Any:
         if not self.parallel_save:

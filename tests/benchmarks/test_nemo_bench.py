@@ -16,7 +16,7 @@ def told(*, steps: int, first_s: float, save_s: float) -> list[dict[str, Any]]:
     for step in range(1, steps + 1):
         now += 1.0 + (first_s if step <= EVERY else save_s if step % EVERY == 1 else 0.0)
         lines.append({"step": step, "at": now, "loss": 0.0})
-    return [*lines, {"training_s": now, "saving_s": 0.25 * (steps // EVERY)}]
+    return [*lines, {"training_s": now, "saving_s": 0.25 * (steps // EVERY - 1)}]
 
 
 def test_what_a_save_loses_is_the_difference_of_the_steps_with_and_without() -> None:

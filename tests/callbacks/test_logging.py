@@ -25,8 +25,8 @@ import torch
 from resiliency.callbacks import _log_directory, _memory_log, _scalars, _step_log
 from resiliency.callbacks import logging as module
 from resiliency.callbacks._remote_folder import RemoteFolder
-from resiliency.callbacks._step_hooks import step_observer
 from resiliency.errors import ConfigError
+from resiliency.plugins.step_hooks import step_observer
 from resiliency.telemetry.step_observer import StepObserver
 from resiliency.testing.zygote import Zygote
 from tests.callbacks.harness import EITHER, differences, loader, make_net, make_trainer, names, stock, weights

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from resiliency.callbacks import goodput
-from resiliency.callbacks._step_hooks import step_observer
+from resiliency.plugins.step_hooks import step_observer
 from resiliency.telemetry.reader import find_logs
 from resiliency.telemetry.step_observer import StepSubscriber, StepTiming
 from tests.callbacks.harness import EITHER, NAMESPACES, content, loader, make_net, make_trainer, names, ours, stock

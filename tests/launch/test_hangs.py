@@ -250,12 +250,12 @@ def test_a_trainer_beats_from_batch_to_batch_and_not_in_between(
     from torch.utils.data import DataLoader, TensorDataset
 
     from resiliency import ModelCheckpoint
-    from resiliency.callbacks import _step_hooks
+    from resiliency.plugins import step_hooks
 
     said: list[str] = []
     steps: list[int | None] = []
-    monkeypatch.setattr(_step_hooks, "beat", lambda step: (said.append("beat"), steps.append(step)))
-    monkeypatch.setattr(_step_hooks, "pause", lambda: said.append("pause"))
+    monkeypatch.setattr(step_hooks, "beat", lambda step: (said.append("beat"), steps.append(step)))
+    monkeypatch.setattr(step_hooks, "pause", lambda: said.append("pause"))
 
     class Net(LightningModule):
         def __init__(self) -> None:

@@ -42,6 +42,7 @@ def main(
     finalizes: bool = False,
     hidden: int = 64,
     lazy_bytes: int = 1,
+    nvrx: bool = False,
 ) -> None:
     """Trains to ``steps``, resuming what ``out`` holds.
 
@@ -52,6 +53,7 @@ def main(
             when the run is killed, and NeMo refuses to resume.
         hidden: size of the model.
         lazy_bytes: of the engine's options.
+        nvrx: every ``every`` steps nvidia-resiliency-ext saves a local checkpoint, and NeMo saves only the last step.
         kill_at: the last rank gets ``kill_signal`` before it begins this step, if the run has not been restarted.
         checkpoint_of: whose ``ModelCheckpoint`` it is: "nemo", or "resiliency".
     """
@@ -95,7 +97,8 @@ def main(
             def timed(*arguments: Any, **options: Any) -> None:
                 began = time.monotonic()
                 save(*arguments, **options)
-                self.saving_s += time.monotonic() - began
+                if trainer.global_step < steps:
+                    self.saving_s += time.monotonic() - began
 
             trainer.strategy.save_checkpoint = timed
             self.began = time.monotonic()
@@ -190,13 +193,19 @@ def main(
         save_last=save_last,
         monitor="reduced_train_loss",
         save_top_k=2,
-        every_n_train_steps=every,
+        every_n_train_steps=steps if nvrx else every,
         filename="{step}",
         save_optim_on_train_end=True,
     )
+    if nvrx:
+        from nemo.lightning.pytorch.local_ckpt import LocalCheckpointCallback, update_trainer_local_checkpoint_io
+
+        trainer.callbacks.insert(0, LocalCheckpointCallback(every_n_train_steps=every))
     logger = nl.NeMoLogger(log_dir=out, name="run", use_datetime_version=False, ckpt=checkpoint)
     logger.setup(trainer, resume_if_exists=True)
     nl.AutoResume(resume_if_exists=True, resume_ignore_no_checkpoint=True).setup(trainer, model)
+    if nvrx:
+        update_trainer_local_checkpoint_io(trainer, out, lambda path: -1)
     tell(resumes=str(trainer.ckpt_path or ""))
     if "RANK" in os.environ:
         CallbackGroup.get_instance().update_config(nemo_version="v2", trainer=trainer, data=data)

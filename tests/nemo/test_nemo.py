@@ -229,7 +229,10 @@ def test_all_callbacks_take_part_in_a_run_whose_rank_is_killed(tmp_path: Path) -
     report = [*resiliency, "goodput", "report", "--log", str(ours / "events"), "--json"]
     (reported,) = finish([started(report, {})])
     (run,) = json.loads(reported[reported.index("{\n") : reported.rindex("}") + 1])["runs"]
-    assert len(run["attempts"]) >= 2 and run["goodput"] > 0
+    assert len(run["attempts"]) == 2 and run["goodput"] > 0
+    seconds = {one["bucket"]: one["wall_s"] for one in run["buckets"]}
+    assert min(seconds["checkpoint_stall"], seconds["restore"], seconds["lost_work"]) > 0
+    assert (run["steps"]["kept"], run["steps"]["thrown_away"]) == (8, 6 - starts[1]) and not run["quality"]
 
 
 def test_a_job_that_is_to_go_saves_what_nemo_resumes(tmp_path: Path) -> None:

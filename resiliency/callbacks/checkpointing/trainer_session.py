@@ -19,7 +19,6 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer
 
-from resiliency.callbacks._step_hooks import step_observer
 from resiliency.callbacks.checkpointing.early_changes import EarlyChanges
 from resiliency.callbacks.checkpointing.places import CheckpointPlaces, EngineKey
 from resiliency.callbacks.checkpointing.resume import EngineUser, Resume
@@ -31,6 +30,7 @@ from resiliency.checkpoint.ticket import LOCAL, Outcome, Ticket
 from resiliency.errors import ConfigError, ResiliencyError
 from resiliency.events import EventSink
 from resiliency.plugins import _lightning
+from resiliency.plugins.step_hooks import step_observer
 from resiliency.storage.step_id import StepId
 from resiliency.telemetry.step_events import StepEvents, log_steps
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from resiliency.plugins._lightning import tell_fetches
 from resiliency.runtime.heartbeat import Phase, beat, enter, pause, worked
+from resiliency.settings import environment
 from resiliency.telemetry.step_observer import StepObserver, StepSubscriber, StepTiming
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 else:
     StockCallback = object
 
-__all__ = ["StepHooks", "step_observer"]
+__all__ = ["StepHooks", "step_observer", "wants_log"]
 
 _observers: weakref.WeakKeyDictionary[Any, StepObserver] = weakref.WeakKeyDictionary()
 
@@ -29,6 +30,12 @@ def step_observer(trainer: Any) -> StepObserver:
         observer = _observers[trainer] = StepObserver()
         observer.subscribe(_Beats())
     return observer
+
+
+def wants_log(trainer: Any) -> bool:
+    """True when a launcher started the job, or the user asked for events. The event log then contains the start of the
+    process, and is kept after the job has ended."""
+    return environment().wants_log or any(getattr(other, "reads_events", False) for other in trainer.callbacks)
 
 
 class _Beats(StepSubscriber):
