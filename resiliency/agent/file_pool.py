@@ -68,6 +68,8 @@ class FilePool:
         self._used: list[str] = []  # files of deleted steps
         self._number = 0
         self._nbytes = self._wanted = 0
+        #: Files of deleted steps since the last saves, and how many are expected after those.
+        self._returned = self._due = 0
         self._saved: deque[None] = deque()  # one entry per file saved since the last refill
         self._taken = 0  # files taken by saves whose record had not been counted at the last refill
         self._lacked = False  # True once a save has found no file ready
@@ -112,6 +114,9 @@ class FilePool:
         save."""
         self._nbytes, self._wanted = nbytes, MOST_READY if self._lacked else _KEPT
         self._saved.append(None)
+        # Who deletes a step after each save will do so after this one, perhaps much later.
+        self._due = self._due + 1 if self._returned else 0
+        self._returned = max(0, self._returned - 1)
 
     def refill(self, *, more_to_come: bool = False, unless_taken: bool = False) -> None:
         """Queues the preparation of missing files. Blocks: no.
@@ -145,6 +150,7 @@ class FilePool:
             return
         os.makedirs(self._folder, exist_ok=True)
         self._keep_used(path)
+        self._returned, self._due = self._returned + 1, max(0, self._due - 1)
         self._worker.submit(self._refill)
 
     def _keep_used(self, path: str) -> None:
@@ -185,7 +191,7 @@ class FilePool:
 
     def _refill(self, more_to_come: bool = False, unless_taken: bool = False) -> None:
         left = {path: file for path, file in self._ready.items() if os.path.lexists(path)}
-        more_to_come = more_to_come or (unless_taken and len(left) < len(self._ready))
+        more_to_come = more_to_come or self._due > 0 or (unless_taken and len(left) < len(self._ready))
         self._notice_lack(taken=len(self._ready) - len(left))
         self._ready = left
         # A smaller difference lies at the end of the file, which a save writes instead of mapping it.

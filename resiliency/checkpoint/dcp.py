@@ -21,6 +21,7 @@ import math
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -38,6 +39,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.futures import Future
 
 from resiliency.checkpoint.checkpointer import Checkpointer
+from resiliency.checkpoint.shard_assembler import threads_for
 from resiliency.checkpoint.stock_reader import StockReader, read_stock_metadata
 from resiliency.checkpoint.stock_view import StockView
 from resiliency.checkpoint.write_plan import WriteChunk, WritePlan
@@ -238,7 +240,7 @@ class StorageReader(FileSystemReader):
             NoCheckpointFound, CorruptShard: as the class.
         """
         for file in list(self._load_records())[part::parts]:
-            self._check(file, 0, self._records[file].nbytes)
+            self._check(file, 0, self._records[file].nbytes, threads=threads_for(parts))
         if part:
             return
         for name, data in self._files_beside().items():
@@ -276,31 +278,42 @@ class StorageReader(FileSystemReader):
             self._records = {record.file: record for record in manifest.shards}
         return self._records
 
-    def _check(self, file: str, start: int, end: int) -> None:
+    def _check(self, file: str, start: int, end: int, *, threads: int = 1) -> None:
         """Compares the blocks that hold these bytes with their digests, each once."""
         record, where = self._records.get(file), os.path.join(self.path, file)
         if record is None:
             raise CorruptShard(f"{where} is not a shard of the step", path=where)
-        blocks = record.blocks
-        wanted = [index for index in blocks.within(start, end) if (file, index) not in self._good]
-        if not wanted:
-            return
-        try:
-            with open(where, "rb") as source:
-                for index in wanted:
-                    first, last = blocks.bounds(index)
-                    source.seek(first)
-                    data = source.read(last - first)
-                    if len(data) != last - first or block_digest(data) != record.digests[index]:
-                        raise CorruptShard(
-                            f"{where}: bytes {first:,} to {last:,} are damaged or missing; load another copy of the"
-                            " step, or an older one",
-                            path=where,
-                            ranges=((first, last),),
-                        )
-                    self._good.add((file, index))
-        except FileNotFoundError:
-            raise CorruptShard(f"{where} is missing", path=where) from None
+        wanted = [index for index in record.blocks.within(start, end) if (file, index) not in self._good]
+        shares = [wanted[first::threads] for first in range(min(threads, len(wanted)))]
+        if len(shares) < 2:
+            for share in shares:
+                _check_blocks(where, record, share)
+        else:
+            with ThreadPoolExecutor(len(shares), "resiliency-check") as pool:
+                list(pool.map(lambda share: _check_blocks(where, record, share), shares))
+        self._good.update((file, index) for index in wanted)
+
+
+def _check_blocks(where: str, record: ShardRecord, indexes: Sequence[int]) -> None:
+    """Compares blocks of a file with their digests."""
+    buffer = memoryview(bytearray(max(last - first for first, last in map(record.blocks.bounds, indexes))))
+    try:
+        with open(where, "rb", buffering=0) as source:
+            for index in indexes:
+                first, last = record.blocks.bounds(index)
+                source.seek(first)
+                count = 0
+                while count < last - first and (more := source.readinto(buffer[count : last - first])):
+                    count += more
+                if count < last - first or block_digest(buffer[:count]) != record.digests[index]:
+                    raise CorruptShard(
+                        f"{where}: bytes {first:,} to {last:,} are damaged or missing; load another copy of the step,"
+                        " or an older one",
+                        path=where,
+                        ranges=((first, last),),
+                    )
+    except FileNotFoundError:
+        raise CorruptShard(f"{where} is missing", path=where) from None
 
 
 def load_folder(

@@ -143,7 +143,7 @@ class MegatronSaveStrategy(megatron.TorchDistSaveShardedStrategy):
                 f"the checkpoint {folder} is not in {engine.directory}; pass MegatronSaveStrategy(directory=...)"
             )
         step = self._step_of(name, engine)
-        self._forget_deleted(engine)
+        self.forget_deleted()
         plan = self._planned(sharded_state_dict)
         beside = _files_of_rank_0(folder, self.backend, self.version) if torch.distributed.get_rank() == 0 else {}
         ticket = engine.save(step, plan, names=[name], beside=beside, lazy=lazy)
@@ -197,8 +197,11 @@ class MegatronSaveStrategy(megatron.TorchDistSaveShardedStrategy):
         numbers = _ITERATION.findall(name)
         return int(numbers[-1]) if numbers else max((known.step for known, _ in engine.steps()), default=-1) + 1
 
-    def _forget_deleted(self, engine: Checkpointer) -> None:
+    def forget_deleted(self) -> None:
         """Megatron, NeMo and people delete folders of checkpoints by themselves: their bytes go with them."""
+        engine = self._engine
+        if engine is None:
+            return
         gone = [
             name
             for name, ticket in self._names.items()
@@ -222,9 +225,8 @@ class MegatronSaveStrategy(megatron.TorchDistSaveShardedStrategy):
 
     def close(self) -> None:
         """Waits until the saves are durable, and closes the engine. Idempotent. Not collective."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            self._forget_deleted(engine)
+        self.forget_deleted()
+        self._engine = None
         self._close()
 
 
@@ -252,6 +254,10 @@ class _Commit:
         self._strategy.poll()
         ticket, stage = self._ticket, self._stage
         return ticket is None or ticket.has_reached(stage, tier=LOCAL) or ticket.is_hopeless(stage, tier=LOCAL)
+
+    def forget_deleted(self) -> None:
+        """Of checkpoints that the request's other functions have deleted: the next save may use their files."""
+        self._strategy.forget_deleted()
 
     def __call__(self) -> None:
         if self._ticket is None:
@@ -312,6 +318,7 @@ class CommitQueue:
                 continue
             for function in functions:
                 function()
+            commit.forget_deleted()
             finalized.append(number)
         return finalized
 

@@ -472,3 +472,34 @@ def test_after_close_nothing_is_prepared(make: Callable[..., Pool], tmp_path: Pa
     pool.refill()
     assert pool.files == []
     pool.close()
+
+
+def saves(pool: Pool, *, deletes: Path | None) -> None:
+    """A save, its commit, and that it is durable; then the deletion of an earlier step."""
+    save(pool)
+    pool.refill(more_to_come=True)
+    pool.refill(unless_taken=True)
+    pool.settle()
+    if deletes is not None:
+        pool.use_again(str(deletes))
+        pool.settle()
+
+
+def test_who_deletes_a_step_long_after_each_save_has_no_file_of_zeros_made_meanwhile(
+    make: Callable[..., Pool], tmp_path: Path
+) -> None:
+    pool = make()
+    pool.prepare(count=1)
+    saves(pool, deletes=None)
+    saves(pool, deletes=shard(tmp_path, pool))
+    made = len(pool.said)
+    for _ in range(3):
+        saves(pool, deletes=shard(tmp_path, pool))
+        assert len(pool.files) == 1 and holds_mark(pool.said[-1][1]), "the file of the deleted step"
+    assert len(pool.said) == made + 3
+    saves(pool, deletes=None)
+    assert pool.files == []
+    pool.saved(SIZE)  # it had no file ready, because nothing is deleted any more
+    pool.refill(unless_taken=True)
+    pool.settle()
+    assert len(pool.files) == file_pool.MOST_READY and pool.said[-1][1].is_new
