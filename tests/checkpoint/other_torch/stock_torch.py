@@ -26,8 +26,13 @@ WHOLE = {
     "model.buffer": torch.arange(3),
     "model.flag": torch.tensor(True),
 }
-PLACEMENTS = {"model.uneven": Shard(0), "model.columns": Shard(1), "model.bf16": Shard(0), "model.short": Shard(0)}
-OTHER_PLACEMENTS = {"model.uneven": Shard(1), "model.columns": Replicate(), "model.bf16": Shard(1)}
+PLACEMENTS: dict[str, Any] = {
+    "model.uneven": Shard(0),
+    "model.columns": Shard(1),
+    "model.bf16": Shard(0),
+    "model.short": Shard(0),
+}
+OTHER_PLACEMENTS: dict[str, Any] = {"model.uneven": Shard(1), "model.columns": Replicate(), "model.bf16": Shard(1)}
 OBJECTS = {"optim.step": 12, "optim.name": "adam", "lr": 0.125, "betas": (0.5, 0.25)}
 
 
