@@ -1,4 +1,4 @@
-"""For how long a node is out, and what is forgiven."""
+"""For how long a node is out, and what is forgiven; and which JobSets are to have pods."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from resiliency.supervisor.clusters.kubernetes.facts import (
     Node,
     Pod,
     cordon_patch,
+    jobset_of,
     node_of,
     uncordon_patch,
     unwanted_because,
@@ -100,3 +101,17 @@ def test_hosts_of_a_node_that_will_be_taken_away_are_not_wanted_there(key: str, 
     node = Node(name="n", uid="u", taints=((key, ""),), ready=False)
     reason = unwanted_because(node, Pod(name="p", uid="v", node="n"))
     assert reason == (f"node n will be taken away (taint {key})" if leaves else "")
+
+
+@pytest.mark.parametrize(
+    ("condition", "wanted"),
+    [
+        ({"type": "Failed", "status": "True"}, False),
+        ({"type": "Completed", "status": "True"}, False),
+        ({"type": "Failed", "status": "False"}, True),
+        ({"type": "StartupPolicyCompleted", "status": "True"}, True),
+    ],
+)
+def test_a_jobset_that_has_ended_is_to_have_no_pods(condition: dict[str, str], wanted: bool) -> None:
+    item = {"metadata": {"name": "train", "uid": "u"}, "spec": {}, "status": {"conditions": [condition]}}
+    assert jobset_of(item).wants_pods is wanted

@@ -209,7 +209,7 @@ class KubernetesCluster:
 
     def wants_hosts(self, job: str) -> bool:
         jobset = self._jobset(job)
-        return jobset is not None and not jobset.suspended
+        return jobset is not None and jobset.wants_pods
 
     async def identify(self, token: str) -> Identity | None:
         review = {

@@ -29,6 +29,8 @@ UNTIL = "resiliency/quarantined-until"
 _REASON, _FALLS, _CORDONED = "resiliency/reason", "resiliency/falls", "resiliency/cordoned"
 #: Annotation of a JobSet: which of its workloads were stopped, see :mod:`resiliency.supervisor.ends`.
 ENDED = "resiliency/ended"
+#: Conditions of a JobSet that has ended, and gets no pods any more.
+_FINISHED = ("Completed", "Failed")
 _OURS = (UNTIL, _REASON, _FALLS, _CORDONED)
 #: A node that did well for this many seconds after its quarantine has its earlier failures forgiven.
 _FORGIVE_S = 86400.0
@@ -106,25 +108,27 @@ class JobSet:
     Attributes:
         ended: what the supervisor has written there.
         created: the API server's time of its creation; such texts sort by time.
-        suspended: it is to have no pods now.
+        wants_pods: it is to have pods now: it is neither suspended nor finished.
     """
 
     name: str
     uid: str
     ended: str = ""
     created: str = ""
-    suspended: bool = False
+    wants_pods: bool = True
 
 
 def jobset_of(item: Mapping[str, Any]) -> JobSet:
     metadata = item["metadata"]
     ended = (metadata.get("annotations") or {}).get(ENDED, "")
+    conditions = (item.get("status") or {}).get("conditions") or ()
+    is_finished = any(one["type"] in _FINISHED and one["status"] == "True" for one in conditions)
     return JobSet(
         name=metadata["name"],
         uid=metadata["uid"],
         ended=ended,
         created=metadata.get("creationTimestamp") or "",
-        suspended=bool((item.get("spec") or {}).get("suspend")),
+        wants_pods=not (is_finished or (item.get("spec") or {}).get("suspend")),
     )
 
 
