@@ -65,8 +65,9 @@ class Adoption:
         self._have_obeyed = False
 
     def wait_until(self, until_s: float) -> None:
-        """Waits longer, if hosts have obeyed an earlier supervisor and none of those that had ranks is heard yet."""
-        if self._have_obeyed and not self._places and not all(self._generations.values()):
+        """Waits longer, if none of the hosts that had ranks is heard yet. Whether there are such hosts may be known
+        only when the first one connects: where none has obeyed an earlier supervisor, nothing is held by this."""
+        if not self._places and not all(self._generations.values()):
             self.until_s = until_s
 
     def connected(self, host: str, term: int) -> None:

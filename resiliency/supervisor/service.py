@@ -404,7 +404,10 @@ class Service:
         return self.settings.sensor.timeout_s + self.settings.sensor.period_s
 
     def _has_unheard(self) -> bool:
-        """Whether there are hosts on machines that work and that have not connected yet: they may have ranks."""
+        """Whether there are hosts on machines that work and that have not connected yet: they may have ranks, unless
+        all workloads are begun."""
+        if all(each.generation for each in self.controller.workloads.values()):
+            return False
         return any(not one.is_down and self.sensor.host(one.host) is None for one in self.jobs.facts.values())
 
     def _wait_for_submission(self, now_s: float) -> None:

@@ -215,8 +215,11 @@ def test_the_time_to_wait_for_hosts_begins_when_the_job_is_submitted_or_goes_on(
         made.close()
 
 
-def test_a_job_is_not_begun_on_spares_while_the_host_that_has_its_ranks_cannot_connect(names_hosts: None) -> None:
-    """The supervisor knows nothing of it, and the host has no certificate of it yet."""
+@pytest.mark.parametrize("late_s", [0.0, 40.0])
+def test_a_job_is_not_begun_on_spares_while_the_host_that_has_its_ranks_cannot_connect(
+    names_hosts: None, late_s: float
+) -> None:
+    """The supervisor knows nothing of it, and the host has no certificate of it yet; nor has the spare for a while."""
     made = Whole(WorkloadSpec(name="job", replicas=1, dwell_s=1.0, start_timeout_s=6.0), 2)
     try:
         made.is_of("first")
@@ -225,8 +228,12 @@ def test_a_job_is_not_begun_on_spares_while_the_host_that_has_its_ranks_cannot_c
         made.kill()
         made.journal.workloads.clear(), made.journal.plans.clear()
         made.journal.incidents.clear(), made.journal.hosts.clear()
+        (spare,) = made.hosts.keys() - {trains}
         made.hosts[trains].up = False
+        made.hosts[spare].up = not late_s
         made.start()
+        made.pass_time(late_s)
+        made.hosts[spare].up = True
         made.pass_time(60.0)
         assert not made.job.places
         made.hosts[trains].up = True
