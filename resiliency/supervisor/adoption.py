@@ -65,9 +65,9 @@ class Adoption:
         self._have_obeyed = False
 
     def wait_until(self, until_s: float) -> None:
-        """Waits longer, if none of the hosts that had ranks is heard yet. Whether there are such hosts may be known
-        only when the first one connects: where none has obeyed an earlier supervisor, nothing is held by this."""
-        if not self._places and not all(self._generations.values()):
+        """Waits longer, if hosts that had ranks may not be heard yet. Whether there are such hosts may be known only
+        when the first one connects: where none has obeyed an earlier supervisor, nothing is held by this."""
+        if not all(self._generations.values()):
             self.until_s = until_s
 
     def connected(self, host: str, term: int) -> None:

@@ -77,12 +77,12 @@ _MOST_STEP = 1 << 53
 #: A host without ranks is taken out of the cluster when it has been silent for this many heartbeat timeouts.
 _LEFT_BEHIND = 3
 #: Seconds in which hosts that have not connected may have all ranks of a job that is not known here: it is not begun on
-#: others. A kubelet takes up to a minute and a half to give a pod the supervisor's new certificate.
-_UNHEARD_S = 120.0
+#: others. A kubelet takes up to two minutes to give a pod the supervisor's new certificate.
+_UNHEARD_S = 300.0
 #: When no look took place for this many seconds, or a transaction takes longer, deadlines of steps are moved.
 _AWAY_S = 1.0
 #: How the reason of a cordon begins that is the cluster's, and ends with what the cluster wants. It is stored with it.
-_BY_CLUSTER = "its node is out of use: "
+_BY_CLUSTER = "out of use: "
 
 
 class Link(Protocol):
@@ -408,7 +408,10 @@ class Service:
         all workloads are begun."""
         if all(each.generation for each in self.controller.workloads.values()):
             return False
-        return any(not one.is_down and self.sensor.host(one.host) is None for one in self.jobs.facts.values())
+        facts = self.jobs.facts.values()
+        if not facts:
+            return self._cluster.vouches  # it has said nothing yet
+        return any(not one.is_down and self.sensor.host(one.host) is None for one in facts)
 
     def _wait_for_submission(self, now_s: float) -> None:
         """Where a cluster starts the hosts, the time to wait for them begins when one of the job has a machine. Before

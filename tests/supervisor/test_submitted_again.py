@@ -241,3 +241,39 @@ def test_a_job_is_not_begun_on_spares_while_the_host_that_has_its_ranks_cannot_c
         assert (made.job.places, made.job.generation) == ((trains,), generation)
     finally:
         made.close()
+
+
+def forgets(made: Whole) -> None:
+    """The supervisor dies, and its state with it."""
+    made.kill()
+    for kept in (made.journal.workloads, made.journal.plans, made.journal.incidents, made.journal.hosts):
+        kept.clear()
+
+
+@pytest.mark.parametrize("facts", ["at once", "late"])
+def test_a_job_of_which_one_host_connects_late_is_taken_over_and_not_started_anew(
+    names_hosts: None, facts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Whole(WorkloadSpec(name="job", replicas=2, dwell_s=1.0, start_timeout_s=6.0), 3)
+    try:
+        made.is_of("first")
+        made.until(lambda: made.job is not None and made.job.state is WorkloadState.RUNNING and made.job.job == "first")
+        places, generation = made.job.places, made.job.generation
+        forgets(made)
+        late = made.hosts[places[1]]
+        late.up = False
+        if facts == "late":
+            monkeypatch.setattr(made, "is_of", lambda job: None)
+        made.start()
+        if facts == "late":
+            made.pass_time(30.0)
+            monkeypatch.undo()
+            monkeypatch.setattr(_AsCluster, "vouches", True)
+            made.is_of("first")
+        made.pass_time(60.0)
+        late.up = True
+        made.until(lambda: made.job.state is WorkloadState.RUNNING)
+        made.pass_time(10.0)
+        assert (made.job.places, made.job.generation) == (places, generation)
+    finally:
+        made.close()

@@ -114,7 +114,7 @@ def test_a_host_that_the_cluster_wants_empty_is_emptied_and_is_free_again_when_i
                 await until(lambda: set(places(supervisor)) == {"b", "c"})
                 known = supervisor.service.sensor.host("a")
                 assert known is not None and known.state is HostState.CORDONED
-                assert known.reason == "its node is out of use: node node-a is cordoned"
+                assert known.reason == "out of use: node node-a is cordoned"
                 cluster.say("a")
                 await until(lambda: state(supervisor, "a") is HostState.READY)
                 cluster.say("a", unwanted="node node-a is cordoned again")
