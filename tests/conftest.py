@@ -21,6 +21,7 @@ import pytest
 
 import tests.entry_points  # noqa: F401  before anything imports Lightning
 from tests.agent_forks import VARIABLE, AgentForks
+from tests.patience import PATIENCE
 from tests.processes import child_pids
 
 if TYPE_CHECKING:
@@ -150,6 +151,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             config.stash[NOT_RUN][marker] = len(marked)
             config.hook.pytest_deselected(items=marked)
             items[:] = [item for item in items if item not in marked]
+    for item in items if PATIENCE != 1 else ():
+        limit = item.get_closest_marker("timeout")
+        seconds = float(limit.args[0] if limit is not None else config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(PATIENCE * seconds), append=False)
     items[:] = _long_ones_first(items, workers=int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 

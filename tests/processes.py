@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.patience import PATIENCE
+
 
 def child_pids(process: str) -> list[int]:
     """From the kernel's own lists: psutil reads every process of the machine, which cost half a minute a run.
@@ -50,7 +52,7 @@ def wait_ended(processes: Iterable[psutil.Process], *, timeout_s: float) -> list
     A zombie has ended. psutil waits until it is reaped, which for an orphan is done by init, in some containers seconds
     later or never.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + PATIENCE * timeout_s
     running = []
     for process in processes:
         try:

@@ -26,6 +26,7 @@ from resiliency.storage.names import read_name
 from resiliency.storage.stage import Stage
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.checkpoints import QUICK, differences, make_checkpointer, make_state
+from tests.patience import PATIENCE
 
 SOON = timedelta(seconds=20)
 PROCESS = replace(QUICK, agent="process", drain_timeout=timedelta(seconds=10))
@@ -62,7 +63,7 @@ def no_agent_stays() -> Iterator[None]:
 
 def until(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
     """Polls a fact of the operating system, which announces nothing."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE * seconds
     while not condition():
         if time.monotonic() > deadline:
             return False

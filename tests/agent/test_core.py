@@ -39,6 +39,7 @@ from resiliency.testing.checkpoints import (
 )
 from resiliency.testing.tier_doubles import Fault, FaultyTier, RecordingTier
 from tests.agent.sealing import config_for, sealed, shard_path
+from tests.patience import PATIENCE
 
 SOON = timedelta(seconds=20)
 
@@ -78,7 +79,7 @@ def settle(checkpointer: Checkpointer) -> None:
 
 def wait_until(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
     """Waits for what another thread does."""
-    deadline, pause = time.monotonic() + seconds, threading.Event()
+    deadline, pause = time.monotonic() + PATIENCE * seconds, threading.Event()
     while not condition():
         if time.monotonic() > deadline:
             return False

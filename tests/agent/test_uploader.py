@@ -26,6 +26,7 @@ from resiliency.storage.retention import DeleteRequest
 from resiliency.storage.step_id import StepId
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.tier_doubles import Fault, FaultyTier
+from tests.patience import PATIENCE
 
 STEP = StepId(7, 1, "0a0b0c")
 
@@ -104,7 +105,7 @@ class Host:
 
 def until(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
     """Waits for what another thread does."""
-    deadline, pause = time.monotonic() + seconds, threading.Event()
+    deadline, pause = time.monotonic() + PATIENCE * seconds, threading.Event()
     while not condition():
         if time.monotonic() > deadline:
             return False

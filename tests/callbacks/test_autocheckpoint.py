@@ -21,6 +21,7 @@ from resiliency.runtime.exit_codes import PREEMPTED
 from resiliency.testing.zygote import WorkerProcess, Zygote
 from tests.callbacks.harness import names
 from tests.callbacks.preempted_job import AT
+from tests.patience import PATIENCE
 from tests.ports import free_port
 from tests.rings import few
 
@@ -94,7 +95,7 @@ class Job:
         (self.folder / "go").touch()
 
     def codes(self, timeout_s: float = SOON_S) -> list[int | None]:
-        until = time.monotonic() + timeout_s
+        until = time.monotonic() + PATIENCE * timeout_s
         return [worker.wait(timeout_s=max(0.1, until - time.monotonic())) for worker in self.workers]
 
     def results(self) -> list[dict[str, Any]]:

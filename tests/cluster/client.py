@@ -15,6 +15,7 @@ from time import monotonic, sleep
 from typing import Any, TypeVar
 
 from tests.cluster.tools import find_tools
+from tests.patience import PATIENCE
 
 __all__ = ["WRITES", "ApiError", "Cluster", "CommandFailed", "Write", "address_in_pods", "wait_for"]
 
@@ -58,6 +59,7 @@ def wait_for(what: str, probe: Callable[[], T], *, timeout_s: float = 60, every_
     Raises:
         AssertionError: the time is over; says what was waited for, and the last answer.
     """
+    timeout_s *= PATIENCE
     deadline = monotonic() + timeout_s
     while True:
         try:
@@ -124,7 +126,7 @@ class Cluster:
         environment = {"KUBECONFIG": str(self.kubeconfig), "HOME": str(home), "PATH": "/usr/bin:/bin"}
         done = subprocess.run(
             [find_tools() / program, *arguments],
-            env=environment, input=input, capture_output=True, text=True, timeout=timeout_s,
+            env=environment, input=input, capture_output=True, text=True, timeout=PATIENCE * timeout_s,
         )  # fmt: skip
         if done.returncode:
             raise CommandFailed(f"{program} {' '.join(arguments)} ended with {done.returncode}: {done.stderr}")
@@ -161,7 +163,7 @@ class Cluster:
         request = urllib.request.Request(self.server + path, data, headers, method=method)
         trust = self._anonymous if token else self.administrator
         try:
-            with urllib.request.urlopen(request, context=trust, timeout=timeout_s) as answer:
+            with urllib.request.urlopen(request, context=trust, timeout=PATIENCE * timeout_s) as answer:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as error:
             with error:

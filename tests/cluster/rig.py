@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from tests.cluster.client import ApiError, Cluster, CommandFailed, wait_for
 from tests.cluster.tools import REPOSITORY
+from tests.patience import PATIENCE
 from tests.processes import descendant_pids
 
 __all__ = ["ProcessNode", "Rig"]
@@ -53,7 +54,7 @@ class ProcessNode:
         pid = (self.folder / found["metadata"]["uid"] / f"{container}.pid").read_text()
         words = Path(f"/proc/{pid}/environ").read_text().split("\0")
         enter = ["nsenter", "--target", pid, "--mount", "--pid", "--uts", "env", "-i", *filter(None, words)]
-        done = subprocess.run([*enter, *command], capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run([*enter, *command], capture_output=True, text=True, timeout=PATIENCE * timeout_s)
         if done.returncode:
             raise CommandFailed(f"{' '.join(command)} in {pod} ended with {done.returncode}: {done.stderr}")
         return done.stdout

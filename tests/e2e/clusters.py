@@ -29,6 +29,7 @@ from tests.e2e import cluster_job
 from tests.e2e.cluster_job import BATCH, checksum, loss_of, samples
 from tests.launch.launching import Job
 from tests.launch.soak_job import SIZE, gradient
+from tests.patience import PATIENCE
 from tests.processes import wait_ended
 
 __all__ = ["POLL_S", "Cluster", "Reference", "check_records"]
@@ -147,6 +148,7 @@ class Cluster:
         return next(host for host in map("h-{}".format, range(hosts)) if host not in placed)
 
     def wait_until(self, is_so: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
+        timeout_s *= PATIENCE
         deadline = time.monotonic() + timeout_s
         while not is_so():
             assert self.job.running, f"{what}: the job has ended:\n{self.job.text[-8000:]}"

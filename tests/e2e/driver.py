@@ -16,6 +16,7 @@ from typing import Any
 from resiliency.storage.catalog import scan
 from resiliency.storage.tiers.local import LocalTier
 from resiliency.testing.zygote import WorkerProcess, Zygote
+from tests.patience import PATIENCE
 from tests.ports import free_port
 
 
@@ -113,7 +114,7 @@ class Job:
         self.wait_for(lambda: not self.agents(), "no agent runs", timeout_s=timeout_s)
 
     def wait_for(self, true: Callable[[], bool], what: str, *, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + PATIENCE * timeout_s
         pause = threading.Event()
         while not true():
             assert time.monotonic() < deadline, f"not after {timeout_s} s: {what}; agents {self.agents()}"
@@ -166,7 +167,7 @@ def kill_agents(job: Job) -> int:
 
 def wait_ended(workers: list[WorkerProcess], *, seconds: float) -> bool:
     """Waits until a worker ends; True when all have ended with status 0."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE * seconds
     for worker in workers:
         worker._ended.wait(max(0.0, deadline - time.monotonic()))
     return all(worker.returncode == 0 for worker in workers)

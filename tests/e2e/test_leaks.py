@@ -15,6 +15,7 @@ import pytest
 from resiliency.agent.config import AgentConfig, TierSpec
 from resiliency.testing.zygote import Zygote
 from tests.e2e.driver import Job
+from tests.patience import PATIENCE
 from tests.rings import few
 
 STEPS = 15
@@ -56,7 +57,7 @@ def _shm() -> set[str]:
 
 def _gone(directory: Path, *, within_s: float) -> list[str]:
     """Waits for the agent, which ends by itself after the last trainer; returns what is still there."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + PATIENCE * within_s
     pause = threading.Event()
     while (left := _belonging_to(directory)) and time.monotonic() < deadline:
         pause.wait(0.05)

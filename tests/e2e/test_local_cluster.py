@@ -18,6 +18,7 @@ import torch
 from resiliency.testing.zygote import Zygote
 from tests.launch import soak_job
 from tests.launch.launching import Job
+from tests.patience import PATIENCE
 from tests.rings import few
 
 pytestmark = [pytest.mark.kill, pytest.mark.long, pytest.mark.timeout(240)]
@@ -43,7 +44,7 @@ class Cluster:
 
     def wait_for(self, attempt: int, step: int, timeout_s: float = 60) -> float:
         """Until this step of this attempt, or a later one of either, was made; when it was."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + PATIENCE * timeout_s
         while self.progress() < (attempt, step):
             assert self.job.running, self.job.text[-8000:]
             assert time.monotonic() < deadline, f"not beyond {self.progress()}:\n{self.job.text[-8000:]}"
@@ -116,7 +117,7 @@ def test_a_host_that_is_killed_is_swapped_for_the_spare(cluster: Any) -> None:
 
 
 def test_a_rank_that_is_killed_is_replaced_and_its_peer_stays(cluster: Any) -> None:
-    job = cluster("--nnodes", 2, "--spares", 0)
+    job = cluster("--nnodes", 2, "--spares", 0, "--leave-timeout", 60)
     job.wait_for(0, 20)
     before = (job.folder / "pid-0-0").read_text()
     os.kill(int((job.folder / "pid-1-0").read_text()), signal.SIGKILL)

@@ -18,6 +18,7 @@ import psutil
 from resiliency.cli.main import main
 from resiliency.testing.zygote import WorkerProcess, Zygote
 from tests.launch.forked_commands import prepare_commands
+from tests.patience import PATIENCE
 from tests.processes import descendant_pids, described, wait_ended
 
 __all__ = ["ROOT", "Job", "run_launcher", "wait_for"]
@@ -119,7 +120,7 @@ def run_launcher(*, words: list[str], output: str, cwd: str) -> None:
 
 
 def wait_for(path: Path, timeout_s: float = 60) -> str:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + PATIENCE * timeout_s
     while not path.exists() or not path.read_text():
         assert time.monotonic() < deadline, f"{path} was not written"
         time.sleep(0.02)

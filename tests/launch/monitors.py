@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from resiliency.runtime.channel import receive, send
+from tests.patience import PATIENCE
 
 __all__ = ["FakeMonitor", "FakeSupervisor"]
 
@@ -109,7 +110,7 @@ class FakeMonitor:
 
     def wait(self, kind: str, *, timeout_s: float = 60.0, **fields: Any) -> tuple[float, dict[str, Any]]:
         """The next message of this kind with these fields, after the one that was waited for last."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + PATIENCE * timeout_s
         with self._changed:
             while True:
                 for at, (when, message) in enumerate(self.said[self._taken :], start=self._taken):

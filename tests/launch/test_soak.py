@@ -22,6 +22,7 @@ import torch
 from resiliency.agent._command import AGENT_WORD
 from tests.launch import soak_job
 from tests.launch.launching import ROOT, Job
+from tests.patience import PATIENCE
 from tests.rings import few
 
 FAULTS = int(os.environ.get("RESILIENCY_SOAK", "6"))
@@ -48,7 +49,7 @@ class Soak:
         return 0, 0
 
     def wait_beyond(self, attempt: int, step: int, timeout_s: float = 60) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + PATIENCE * timeout_s
         while self.step() <= (attempt, step) and self._job.running:
             if time.monotonic() > deadline:
                 self._show_stacks()

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.launch.monitors import FakeMonitor, FakeSupervisor
+from tests.patience import PATIENCE
 from tests.processes import wait_ended
 from tests.rings import few
 
@@ -83,7 +84,7 @@ class Cluster:
 
     def there(self, generation: int, rank: int, timeout_s: float = 60.0) -> Any:
         """What a rank wrote when it had met the others."""
-        path, deadline = self.folder / f"there-{generation}-{rank}", time.monotonic() + timeout_s
+        path, deadline = self.folder / f"there-{generation}-{rank}", time.monotonic() + PATIENCE * timeout_s
         while not path.exists():
             assert time.monotonic() < deadline, f"{path.name} was not written:\n{self.text}"
             time.sleep(0.005)
@@ -418,7 +419,7 @@ def test_flags_that_contradict_a_supervisor_are_refused(launch: Any) -> None:
 
 
 def _wait_for(path: Path, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + PATIENCE * timeout_s
     while not path.exists():
         assert time.monotonic() < deadline, path.name
         time.sleep(0.005)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.launch.monitors import FakeMonitor, FakeSupervisor
+from tests.patience import PATIENCE
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 
@@ -81,7 +82,7 @@ SCRIPT = """
 
 
 def _read(path: Path, timeout_s: float = 90) -> str:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + PATIENCE * timeout_s
     while not path.exists():
         assert time.monotonic() < deadline, f"{path.name} was not written"
         time.sleep(0.01)

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from resiliency.cli.pod import main
+from tests.patience import PATIENCE
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ sys.exit(run_pod(sys.argv[2:], drain_s=float(sys.argv[1])))
 
 
 def until(condition: Callable[[], T], within_s: float = 30.0) -> T:
-    end_s = time.monotonic() + within_s
+    end_s = time.monotonic() + PATIENCE * within_s
     while not (found := condition()):
         assert time.monotonic() < end_s, f"not within {within_s} s"
         time.sleep(0.005)

@@ -19,6 +19,7 @@ from recipes.quickstart.figures import figures_of
 from recipes.quickstart.follow import Follower, Record
 from recipes.quickstart.narrate import story_table
 from recipes.quickstart.story import Deed, DeedKind, Teller, chapters_of
+from tests.patience import PATIENCE
 from tests.processes import descendant_pids
 
 ROOT = Path(__file__).parents[2]
@@ -218,7 +219,7 @@ def demo(folder: Path, words: str) -> str:
     env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        output, _ = process.communicate(timeout=540)
+        output, _ = process.communicate(timeout=540 * PATIENCE)
     finally:
         for pid in (*descendant_pids(process.pid), process.pid) if process.poll() is None else ():
             with suppress(ProcessLookupError):
@@ -240,7 +241,7 @@ def check_weights(folder: Path, output: str, *, kills: int, commits: int) -> Non
 
 @pytest.mark.long
 def test_killed_training_ends_with_the_weights_of_the_undisturbed_one(tmp_path: Path) -> None:
-    output = demo(tmp_path, "--only processes --seed 1 --steps 9 --every 3 --kills 1 --deadline 150")
+    output = demo(tmp_path, f"--only processes --seed 1 --steps 9 --every 3 --kills 1 --deadline {150 * PATIENCE:.0f}")
     check_weights(tmp_path, output, kills=1, commits=3)
 
 

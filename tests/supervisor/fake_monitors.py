@@ -33,6 +33,7 @@ from resiliency.supervisor.model import WorkloadSpec
 from resiliency.supervisor.sensor import SensorSettings
 from resiliency.supervisor.server import Supervisor
 from resiliency.supervisor.settings import SupervisorSettings
+from tests.patience import PATIENCE
 
 PERIOD_S, TIMEOUT_S = 0.2, 0.8
 DEADLINE_S = 15.0
@@ -77,7 +78,7 @@ async def leading(
 
 
 async def until(condition: Callable[[], Any], *, within_s: float = DEADLINE_S) -> Any:
-    end = time.monotonic() + within_s
+    end = time.monotonic() + PATIENCE * within_s
     while not (found := condition()):
         assert time.monotonic() < end, f"not within {within_s} s"
         await asyncio.sleep(0.01)

@@ -19,6 +19,7 @@ from tests.e2e.chaos.ledger import Ledger, LedgerReader, committed_folders, step
 from tests.e2e.chaos.processes import Processes, RunningJob, send
 from tests.e2e.chaos.script import Action
 from tests.e2e.chaos.trainer import REFUSED
+from tests.patience import PATIENCE
 
 #: A job must have loaded so soon after its start when nothing is in its way; the machine may be busy.
 _START_S = 60.0
@@ -179,7 +180,7 @@ class World:
 
     def _wait_for(self, condition: Callable[[], bool], seconds: float) -> bool:
         """Reads the ledger until the condition holds; False when ``seconds`` pass first. Returns at once on problems."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE * seconds
         self._look()
         while not condition() and not self.problems:
             if time.monotonic() > deadline:

@@ -22,6 +22,7 @@ from resiliency.supervisor.client import OperatorClient
 from resiliency.supervisor.sqlite_store import SqliteStore
 from resiliency.testing.hosts.local_cluster import _locked
 from tests.networks import has_route_to, network_of, processes_in
+from tests.patience import PATIENCE
 from tests.processes import descendant_pids, wait_ended
 
 pytestmark = [pytest.mark.kill, pytest.mark.long]
@@ -59,7 +60,7 @@ class Run:
         return list(self.seen.values())
 
     def until(self, condition: Any, within_s: float = 60.0) -> Any:
-        end = time.monotonic() + within_s
+        end = time.monotonic() + PATIENCE * within_s
         while not (found := condition()):
             assert time.monotonic() < end, self.text[-6000:]
             self.look()
