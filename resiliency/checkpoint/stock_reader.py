@@ -13,12 +13,13 @@ import os
 import pathlib
 import pickle
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
@@ -199,12 +200,16 @@ def read_stock_metadata(data: bytes, *, allow_pickle: bool = False) -> Metadata:
     Raises:
         Exception: it is damaged, or names a class that does not belong there.
     """
-    found: Metadata = (pickle.loads if allow_pickle else _restricted)(data)  # noqa: S301 - the caller vouches for it
+    found: Metadata = (_AnyUnpickler if allow_pickle else _MetadataUnpickler)(io.BytesIO(data)).load()
     return found
 
 
-def _restricted(data: bytes) -> Any:
-    return _MetadataUnpickler(io.BytesIO(data)).load()
+class _Properties(TensorProperties):
+    """Properties of a tensor as torch 2.15 and newer store them, too: the fields that an older torch has come first."""
+
+    def __setstate__(self, state: Sequence[Any]) -> None:
+        super().__setstate__(state[: len(fields(TensorProperties))])  # type: ignore[no-untyped-call]
+        self.__class__ = TensorProperties  # type: ignore[assignment]
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -215,10 +220,20 @@ class _MetadataUnpickler(pickle.Unpickler):
             return _member  # with which Python pickles members of an Enum
         if module in _MODULES:
             found = super().find_class(module, name)
+            if found is TensorProperties:
+                return _Properties
             known = module in _METADATA_MODULES and isinstance(found, type)
             if known or isinstance(found, torch.dtype) or found in _OTHERS:
                 return found
         raise pickle.UnpicklingError(f"{STOCK_METADATA} names {module}.{name}, which does not belong there")
+
+
+class _AnyUnpickler(pickle.Unpickler):
+    """Makes whatever it names: the caller vouches for it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return _Properties if found is TensorProperties else found
 
 
 def _member(class_: Any, name: str) -> Any:

@@ -28,9 +28,11 @@ def flat(state: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]
             yield f"{before}{key}", value
 
 
+@pytest.mark.parametrize("allow_pickle", [False, True])
 @pytest.mark.parametrize("folder", sorted(HERE.glob("torch-*")), ids=lambda path: path.name)
-def test_a_folder_that_another_torch_wrote_is_loaded(folder: Path) -> None:
-    found = dict(flat(load_folder(folder)))
+def test_a_folder_that_another_torch_wrote_is_loaded(folder: Path, allow_pickle: bool) -> None:
+    """Torch itself does not load what a newer one wrote: the properties of a tensor have a field more since 2.15."""
+    found = dict(flat(load_folder(folder, allow_pickle=allow_pickle)))
     assert {key: found.pop(key) for key in stock_torch.OBJECTS} == stock_torch.OBJECTS
     assert found.keys() == stock_torch.WHOLE.keys()
     assert all(torch.equal(found[key], value) for key, value in stock_torch.WHOLE.items())
