@@ -78,6 +78,8 @@ class Cluster:
     def host(self, *, ranks: int = 1, stays: bool = True, script: str = SUMMING, flags: tuple[Any, ...] = ()) -> Any:
         monitor = self.supervisor.monitor()
         flags = ("--rdzv-backend", "supervised", "--rdzv-endpoint", monitor.name, "--local-addr", "127.0.0.1", *flags)
+        if "--leave-timeout" not in flags:
+            flags = (*flags, "--leave-timeout", 60)  # on busy cores, too, who can leave an attempt leaves it
         env = {"STAYS": str(int(stays)), "RESILIENCY_NODE": f"host-{len(self.jobs)}"}
         self.jobs[monitor] = self._launch(script, *flags, "--nproc-per-node", ranks, arguments=[self.folder], env=env)
         return monitor

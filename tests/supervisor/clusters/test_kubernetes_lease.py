@@ -25,7 +25,7 @@ from .servers import RealServer
 
 pytestmark = pytest.mark.usefixtures("in_a_hurry")
 
-LEASE_S = 0.5  # half of it is what a request may take, which is real
+LEASE_S = 0.9  # half of it is what a request may take, which is real
 LEASES, NAME = "/apis/coordination.k8s.io/v1/namespaces/system/leases", "supervisor"
 
 
@@ -99,9 +99,9 @@ def test_one_of_two_gets_it_and_keeps_it_while_it_renews_it(two: Two) -> None:
 
 def test_one_that_does_not_renew_it_may_not_act_before_another_one_may(two: Two) -> None:
     term = two.leader.acquire()
-    two.passes(0.25)
+    two.passes(LEASE_S / 2)
     assert two.other.acquire() is None
-    two.passes(0.25)
+    two.passes(LEASE_S / 2)
     assert two.held() == (False, False) and two.other.acquire() is None
     two.passes(1.0)  # an object has whole seconds
     later = two.other.acquire()
