@@ -153,8 +153,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items[:] = [item for item in items if item not in marked]
     for item in items if PATIENCE != 1 else ():
         limit = item.get_closest_marker("timeout")
-        seconds = float(limit.args[0] if limit is not None else config.getini("timeout"))
-        item.add_marker(pytest.mark.timeout(PATIENCE * seconds), append=False)
+        seconds = float(limit.args[0] if limit is not None else config.getini("timeout") or 0)
+        if seconds:
+            item.add_marker(pytest.mark.timeout(PATIENCE * seconds), append=False)
     items[:] = _long_ones_first(items, workers=int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
