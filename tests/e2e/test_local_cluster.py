@@ -117,7 +117,7 @@ def test_a_host_that_is_killed_is_swapped_for_the_spare(cluster: Any) -> None:
 
 
 def test_a_rank_that_is_killed_is_replaced_and_its_peer_stays(cluster: Any) -> None:
-    job = cluster("--nnodes", 2, "--spares", 0, "--leave-timeout", 60)
+    job = cluster("--nnodes", 2, "--spares", 0, "--leave-timeout", 10 * PATIENCE)
     job.wait_for(0, 20)
     before = (job.folder / "pid-0-0").read_text()
     os.kill(int((job.folder / "pid-1-0").read_text()), signal.SIGKILL)

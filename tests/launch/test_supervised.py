@@ -79,7 +79,7 @@ class Cluster:
         monitor = self.supervisor.monitor()
         flags = ("--rdzv-backend", "supervised", "--rdzv-endpoint", monitor.name, "--local-addr", "127.0.0.1", *flags)
         if "--leave-timeout" not in flags:
-            flags = (*flags, "--leave-timeout", 60)  # on busy cores, too, who can leave an attempt leaves it
+            flags = (*flags, "--leave-timeout", 10 * PATIENCE)  # 10 is its default
         env = {"STAYS": str(int(stays)), "RESILIENCY_NODE": f"host-{len(self.jobs)}"}
         self.jobs[monitor] = self._launch(script, *flags, "--nproc-per-node", ranks, arguments=[self.folder], env=env)
         return monitor
